@@ -9,11 +9,11 @@ import torch
 from pipeline.config import Config
 from pipeline.train.distributed.process_group import init_process_group
 from pipeline.train.distributed.rank import Processes
+from pipeline.train.loop.step import Stepper
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.setup import set_up
-from pipeline.train.setup import ALONE
-from pipeline.train.step import Stepper
+from pipeline.train.start.setup import ALONE
 
 
 def stepper_of(

@@ -50,8 +50,8 @@ from train_gpu_variants import (
 )
 
 from pipeline.common.errors import UserError
-from pipeline.train.parallel.rules.layout import check_layout
-from pipeline.train.planning.devices import Device, device_of_driver, find_device
+from pipeline.train.host.devices import Device, device_of_driver, find_device
+from pipeline.train.rules.layout import check_layout
 
 _LLAMA = Path(__file__).parent.parent / "configs" / "models" / "llama3-8b.yaml"
 _REASON = 400

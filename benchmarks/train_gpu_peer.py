@@ -13,10 +13,10 @@ from train_gpu_steps import Build, Place, Step, draw
 
 from pipeline.common.errors import UserError
 from pipeline.data.loading.batch import Batch
+from pipeline.train.host.host_copy import HostCopy
 from pipeline.train.huggingface.configs import to_hf_config
 from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.tensors import map_tensors
-from pipeline.train.monitor.host_copy import HostCopy
 from pipeline.train.parallel.compile import check_compiler, compiles
 
 

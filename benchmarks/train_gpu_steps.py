@@ -24,7 +24,7 @@ from pipeline.config import Config
 from pipeline.config.model import InitConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.distributed import process_group
-from pipeline.train.layout_check import planned_spec
+from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import local_range, weight_std
@@ -32,11 +32,11 @@ from pipeline.train.monitor.metrics import peak_flops
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.mesh import build_mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, build_model
-from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
-from pipeline.train.setup import init_rank
-from pipeline.train.step import Stepper
+from pipeline.train.rules.layout import check_layout
+from pipeline.train.rules.layout_check import planned_spec
+from pipeline.train.start.setup import init_rank
 
 DOCUMENT = 1000
 """Tokens of a document on average."""

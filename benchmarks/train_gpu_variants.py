@@ -10,14 +10,14 @@ from typing import Any
 
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.train.layout_check import planned_spec
+from pipeline.train.host.devices import Device, device_of_driver
 from pipeline.train.model.flops import num_parameters
-from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.step_shapes import step_shapes
-from pipeline.train.planning.devices import Device, device_of_driver
 from pipeline.train.planning.memory import memory
 from pipeline.train.planning.plan import RESERVE
 from pipeline.train.planning.timing import basis, step_time
+from pipeline.train.rules.layout import check_layout
+from pipeline.train.rules.layout_check import planned_spec
 
 PRECISIONS: dict[str, list[str]] = {
     "bf16": ["train.precision.compute=bf16"],

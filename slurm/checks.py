@@ -11,7 +11,7 @@ from pipeline.data.curate.checks import CURATE_CHECKS, CurateScope
 from pipeline.data.preprocess.checks import PREPROCESS_CHECKS, PreprocessScope
 from pipeline.data.work.units import find_source_files
 from pipeline.eval.checks import EVAL_CHECKS, EvalScope
-from pipeline.train.checks import TRAIN_CHECKS, TrainScope
+from pipeline.train.start.checks import TRAIN_CHECKS, TrainScope
 
 
 @dataclass

@@ -12,7 +12,7 @@ from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.model.decoder import Context
-from pipeline.train.setup import InferenceModel
+from pipeline.train.start.setup import InferenceModel
 from tests import tiny
 
 SETS: dict[str, Any] = {

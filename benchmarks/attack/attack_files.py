@@ -37,8 +37,8 @@ from attack_files_data import attacks
 SECRET = "hunter2-8c1f0e"
 NAME = "SECRET_CANARY_TOKEN"
 HEAVY = (
-    *("pipeline.train.trainer", "pipeline.train.fork", "pipeline.train.warm_start"),
-    *("pipeline.train.checkpoint.commands", "pipeline.train.checkpoint.export", "pipeline.train.huggingface.convert"),
+    *("pipeline.train.loop.trainer", "pipeline.train.start.fork", "pipeline.train.start.warm_start"),
+    *("pipeline.train.export.commands", "pipeline.train.checkpoint.export", "pipeline.train.huggingface.convert"),
     *("pipeline.eval.perplexity", "pipeline.api.model", "pipeline.eval.generation.generate"),
     *("pipeline.eval.report.gather", "pipeline.eval.report.page"),
     *("pipeline.data.preprocess.stage", "pipeline.data.preprocess.status", "pipeline.data.datasets.adopt"),

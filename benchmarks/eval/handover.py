@@ -178,7 +178,7 @@ def write_corpus(folder: Path) -> None:
 
 def trained(work: Path, family: str, console: Console) -> dict[str, Any]:
     """Train and export a family, unless it is trained already; its folder, prompts and own continuations."""
-    from pipeline.train import trainer
+    from pipeline.train.loop import trainer
 
     config = load(run_file(work, family))
     run, folder = Path(config.run.dir), work / "exported" / family

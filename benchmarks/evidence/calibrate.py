@@ -9,8 +9,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline.train.planning.devices import DEVICES, Device
-from pipeline.train.planning.shares import FILE, MeasuredShares, Shares
+from pipeline.train.host.devices import DEVICES, Device
+from pipeline.train.host.shares import FILE, MeasuredShares, Shares
 
 
 def shares(rates: dict[str, Any], device: Device) -> Shares:

@@ -136,7 +136,7 @@ def stop(file: Path, run: Path, device: str, step: int, *overrides: str) -> int:
     On a GPU the line of a step is printed while the next one runs, so that may be one more than `step`.
     """
     from pipeline.common.console import Console
-    from pipeline.train.trainer import train
+    from pipeline.train.loop.trainer import train
 
     config = load(
         file, [f"run.dir={run}", f"launch.device={device}", f"train.metrics.log_every_steps={step}", *overrides]

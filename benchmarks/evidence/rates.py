@@ -20,13 +20,13 @@ from torch import nn
 from evidence import calibrate
 from evidence.item import Result, goal
 from pipeline.config.train import AttentionConfig
+from pipeline.train.host.devices import Device, device_of_driver
+from pipeline.train.host.shares import UPDATE_BYTES
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Terms
 from pipeline.train.model.kernels.choice import KernelRequirements, choose_on
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.part_spec import Reach
-from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, scale_tensors
-from pipeline.train.planning.devices import Device, device_of_driver
-from pipeline.train.planning.shares import UPDATE_BYTES
+from pipeline.train.torch_compat.core import guard_optimizer_step, scale_tensors
 
 Row = dict[str, Any]
 """`rate`, `unit`, `median`, and the quartiles `low` and `high`."""

@@ -16,8 +16,8 @@ from evidence.item import Result
 from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import read_json_lines
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.monitor.goodput import goodput
 from pipeline.train.run.attempts import attempts
+from pipeline.train.run.goodput import goodput
 
 Rows = Sequence[Mapping[str, Any]]
 """Of metrics.jsonl."""

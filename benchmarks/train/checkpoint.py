@@ -45,13 +45,13 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import barrier, of_environment
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.open_run import open_run_everywhere
+from pipeline.train.loop.saving import Saver
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.setup import set_up
-from pipeline.train.saving import Saver
-from pipeline.train.setup import init_rank
+from pipeline.train.rules.layout import check_layout
+from pipeline.train.start.open_run import open_run_everywhere
+from pipeline.train.start.setup import init_rank
 
 STEPS = 1_000
 """The step of the checkpoint that is read."""

@@ -29,11 +29,11 @@ from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.train.checkpoint import dcp_storage
-from pipeline.train.checkpoint.commands import verify
 from pipeline.train.checkpoint.export import export
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import resume_point
 from pipeline.train.distributed.process_group import barrier
+from pipeline.train.export.commands import verify
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel
 

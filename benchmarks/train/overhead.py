@@ -32,9 +32,9 @@ from checkpoint import run_ranks, write_run
 from rich.console import Console
 
 from pipeline.config.load import load
-from pipeline.train import trainer
+from pipeline.train.loop import trainer
+from pipeline.train.loop.step import Stepper
 from pipeline.train.monitor.straggler import Stragglers, summary
-from pipeline.train.step import Stepper
 
 WARM = 20
 """First steps, which are left out."""

@@ -143,7 +143,7 @@ def train_ours(work: Path, name: str, dtype: str, threads: int, compiled: bool, 
     """`pipeline train` with a gate behind each step."""
     from rich.console import Console
 
-    import pipeline.train.trainer as loop
+    import pipeline.train.loop.trainer as loop
     from pipeline.config.load import load
 
     gate = Gate()

@@ -20,7 +20,7 @@ from pipeline.train.checkpoint.exported import ExportedWeights
 from pipeline.train.checkpoint.exported_loading import local_shards
 from pipeline.train.checkpoint.fingerprint import computing_differences, shown
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.setup import ALONE, in_memory
+from pipeline.train.start.setup import ALONE, in_memory
 
 
 @dataclass(frozen=True)

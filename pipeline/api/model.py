@@ -47,7 +47,7 @@ from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
-from pipeline.train.setup import ALONE, choose_device, set_arithmetic
+from pipeline.train.start.setup import ALONE, choose_device, set_arithmetic
 
 Prompt = str | Sequence[int]
 """A text, or the ids of its tokens."""

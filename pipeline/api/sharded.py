@@ -17,8 +17,8 @@ from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.parallel.mesh import Mesh
-from pipeline.train.parallel.rules.layout import check_evaluation_layout, evaluation_parallel
-from pipeline.train.setup import InferenceModel, load_for_inference
+from pipeline.train.rules.layout import check_evaluation_layout, evaluation_parallel
+from pipeline.train.start.setup import InferenceModel, load_for_inference
 
 _AXES = ("tp", "dp_shard", "dp_replicate")
 

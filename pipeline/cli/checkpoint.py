@@ -38,7 +38,7 @@ MaxShard = Annotated[
 def checkpoint_list(run: RunOrFolder, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, time, size, parent, attempt, layout, and whether their files are all there."""
     config, checkpoints = _open(run, overrides)
-    from pipeline.train.checkpoint import commands
+    from pipeline.train.export import commands
 
     rows = commands.rows(checkpoints, config.train.checkpoint)
     _show(commands.list_lines(rows), commands.as_json(rows) if as_json else None)
@@ -56,7 +56,7 @@ def checkpoint_show(
 ) -> None:
     """Show what is in a checkpoint: where it comes from, what it was made with, its tensors."""
     _, checkpoints = _open(run, overrides)
-    from pipeline.train.checkpoint import commands
+    from pipeline.train.export import commands
 
     found = commands.details(checkpoints, step)
     _show(commands.details_lines(found, all_tensors=every), commands.details_json(found) if as_json else None)
@@ -74,7 +74,7 @@ def checkpoint_verify(
     """
     _, checkpoints = _open(run, overrides)
     from pipeline.common.console import alarm, say
-    from pipeline.train.checkpoint import commands
+    from pipeline.train.export import commands
 
     console = Console()
     found = commands.verify(checkpoints, step, console, lambda line: say(console, line))
@@ -104,7 +104,7 @@ def checkpoint_prune(
 ) -> None:
     """Remove checkpoints that the policy does not keep, or chosen ones; never the last valid one."""
     config, checkpoints = _open(run, overrides)
-    from pipeline.train.checkpoint import commands
+    from pipeline.train.export import commands
 
     commands.prune(
         checkpoints,

@@ -186,7 +186,7 @@ def data_plan(
 
     config = load_run(run, overrides or ())
     from pipeline.data.plan.show import print_data_plan
-    from pipeline.train.schedule_seam import planned_seam
+    from pipeline.train.start.schedule_seam import planned_seam
 
     print_data_plan(
         config,

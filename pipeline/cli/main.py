@@ -186,7 +186,7 @@ def fork(
     from pipeline.config.load import load
 
     config = load(new, overrides or ())
-    from pipeline.train.fork import fork as begin
+    from pipeline.train.start.fork import fork as begin
 
     begin(run, step, config, Console(), dry_run=dry_run, arguments=(str(new), *(overrides or ())))
 

@@ -12,7 +12,7 @@ from pipeline.eval.encoders import refuse_tasks
 from pipeline.eval.heldout_data import check_heldout
 from pipeline.eval.tasks.builtin import check_files
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.parallel.rules.layout import check_evaluation_layout
+from pipeline.train.rules.layout import check_evaluation_layout
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,12 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.out_of_memory import out_of_memory_means
+from pipeline.train.loop.out_of_memory import out_of_memory_means
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.rules.layout import check_evaluation_layout, evaluation_parallel
 from pipeline.train.parallel.runner import Runner
 from pipeline.train.parallel.setup import Setup
-from pipeline.train.setup import load_for_inference
+from pipeline.train.rules.layout import check_evaluation_layout, evaluation_parallel
+from pipeline.train.start.setup import load_for_inference
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.train.model.context import RoutingObserver
 from pipeline.train.model.mlps.experts.routing import Routed
-from pipeline.train.parallel.rules.base import spec_of
+from pipeline.train.rules.base import spec_of
 
 _TOKEN_WIDTH = 16
 """Characters of a token in a table at most."""

@@ -6,7 +6,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.open import has_split
 from pipeline.data.loading.heldout import HeldOut
-from pipeline.train.open_run import open_heldout, open_set_windows
+from pipeline.train.start.open_run import open_heldout, open_set_windows
 
 
 def heldout_splits(config: Config) -> dict[str, HeldOut]:

@@ -20,7 +20,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.meta import on_meta
 from pipeline.train.model.mixers.fp32_vectors import fp32_parameters
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
-from pipeline.train.setup import load_for_inference
+from pipeline.train.start.setup import load_for_inference
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,9 @@ from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, described
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
-from pipeline.train.exported_model import with_tokenizer
-from pipeline.train.setup import ALONE, check_tokenizer, init_rank
-from pipeline.train.validation import HeldOutLoss, heldout_loss
+from pipeline.train.loop.validation import HeldOutLoss, heldout_loss
+from pipeline.train.start.exported_model import with_tokenizer
+from pipeline.train.start.setup import ALONE, check_tokenizer, init_rank
 
 
 @dataclass(frozen=True)

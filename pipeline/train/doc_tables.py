@@ -17,10 +17,10 @@ from pipeline.train.huggingface.names import LAYER, Names, TensorRule
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.tensor_names import EXPERT
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
-from pipeline.train.parallel.rules.base import Rule
-from pipeline.train.parallel.rules.layout import RULES, WARNINGS
 from pipeline.train.parallel.tested import OF_EXPERTS, TESTED, Combination
-from pipeline.train.resume import table as winners
+from pipeline.train.rules.base import Rule
+from pipeline.train.rules.layout import RULES, WARNINGS
+from pipeline.train.start.resume import table as winners
 
 _P, _FEW, _MANY = 4, 8, 32
 """Ranks and micro-batches of the figures in the table of schedules."""

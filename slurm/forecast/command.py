@@ -11,14 +11,14 @@ from typing import Any
 from pipeline.common.console import Console, echo, progress, say, verbatim
 from pipeline.common.errors import UserError
 from pipeline.config import Config
+from pipeline.train.distributed.layout import resolve
 from pipeline.train.distributed.process_group import visible_gpus
-from pipeline.train.layout_check import world_size
-from pipeline.train.parallel.layout import resolve
-from pipeline.train.planning.devices import Device, device_of_gres, find_device
+from pipeline.train.host.devices import Device, device_of_gres, find_device
 from pipeline.train.planning.plan import ResourcePlan, plan
 from pipeline.train.planning.show import device_json, plan_lines, suggestion_lines, suggestions_json, to_json
 from pipeline.train.planning.suggest import MOST_PLANS
 from pipeline.train.planning.suggest import suggest as suggested
+from pipeline.train.rules.layout_check import world_size
 from slurm.forecast.course import job_seconds
 from slurm.submit.job_plan import resources_of
 from slurm.submit.site_profile import shipped, site_of

@@ -32,12 +32,12 @@ from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.policy import cadences, most_exports
 from pipeline.train.export.folders import ExportFolders
-from pipeline.train.layout_check import planned_spec
+from pipeline.train.host.devices import calibrated, device_of_gres
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
-from pipeline.train.planning.devices import calibrated, device_of_gres
 from pipeline.train.planning.published import TYPICAL, expected
+from pipeline.train.rules.layout_check import planned_spec
 from pipeline.train.run.attempts import attempts
 from slurm.submit.job_plan import PlannedJob
 from slurm.submit.stop_lead_time import signal_seconds

@@ -43,10 +43,10 @@ from pipeline.train.checkpoint.exported import WEIGHTS_OPTION
 from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER, NODE_ERRORS, STORE, read_error
 from pipeline.train.distributed.watchdog import STACKS_SIGNAL
-from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout
-from pipeline.train.parallel.torch_compat.agent import OneNode, WatchedAgent
 from pipeline.train.planning.fit import check_memory
+from pipeline.train.rules.layout import check_evaluation_layout, check_layout
 from pipeline.train.run.folder import note_end
+from pipeline.train.torch_compat.agent import OneNode, WatchedAgent
 from slurm.drill.record import read_drill
 from slurm.logs.failure_analysis import TAIL, FailedProcess, causes, first_of
 from slurm.logs.rank_logs import STAMP, error_file, log_file

@@ -14,8 +14,8 @@ from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.data.curate.results.dry_run import print_dry_run as print_curation
 from pipeline.data.preprocess.dry_run import print_sources
 from pipeline.data.work.units import reading
-from pipeline.train.layout_check import check, world_size
 from pipeline.train.planning.fit import check_memory, is_meant_for_this_machine
+from pipeline.train.rules.layout_check import check, world_size
 from slurm.checks import look_at_stages
 from slurm.forecast.course import forecast
 from slurm.submit.disk_space import check_room

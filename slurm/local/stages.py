@@ -126,7 +126,7 @@ def _terminate_stops() -> Iterator[None]:
 
 
 def train(config: Config, console: Console | None = None) -> int:
-    """Tokens to a model, up to the step that is returned; see `pipeline.train.trainer`.
+    """Tokens to a model, up to the step that is returned; see `pipeline.train.loop.trainer`.
 
     On as many processes as `launch.processes` or `parallel` name, unless this process is one of them already, because
     a launcher has started it.
@@ -135,7 +135,7 @@ def train(config: Config, console: Console | None = None) -> int:
 
     if rank.is_rank():
         return _train_as(rank.of_environment(), config, console, own=rank.LAUNCHER in os.environ)
-    from pipeline.train.parallel.layout import fixed_processes
+    from pipeline.train.distributed.layout import fixed_processes
 
     processes = config.launch.processes or fixed_processes(config.parallel)
     _resolve_schedule(config, processes, console or Console())
@@ -150,7 +150,7 @@ def train(config: Config, console: Console | None = None) -> int:
             return launch_training(config, processes, console)
         with _early_end_noted(config):
             with heavy_imports():
-                from pipeline.train.trainer import train as stage
+                from pipeline.train.loop.trainer import train as stage
 
             _check_machine(config, console)
             return stage(config, console)
@@ -158,13 +158,13 @@ def train(config: Config, console: Console | None = None) -> int:
 
 def _resolve_schedule(config: Config, processes: int, console: Console) -> None:
     """Ask about a learning rate that rises where the run resumes, or refuse it; not in a job, which was looked at."""
-    from pipeline.train.schedule_seam import schedule_differs
+    from pipeline.train.start.schedule_seam import schedule_differs
     from slurm.job.srun_task import LOGS
 
     if LOGS in os.environ or not schedule_differs(config):
         return
     with heavy_imports():
-        from pipeline.train.checks import SEAM_CHECK, TrainScope
+        from pipeline.train.start.checks import SEAM_CHECK, TrainScope
     from pipeline.common.problems import Problems
 
     found = Problems()
@@ -194,7 +194,7 @@ def _train_as(ranks: Processes, config: Config, console: Console | None, *, own:
     if config.launch.processes is not None:
         _refuse_other_number("launch.processes", config.launch.processes, ranks)
     with heavy_imports():
-        from pipeline.train.trainer import train as stage
+        from pipeline.train.loop.trainer import train as stage
 
     ledger = nullcontext() if own or ranks.rank else _stage(config, "train")
     # Our launcher itself knows of a signal that comes before the training listens.
@@ -215,10 +215,10 @@ def _check_machine(config: Config, console: Console | None, *, room: bool = True
 def check_layout(config: Config) -> None:
     """Show what a run's layout over processes comes to, and whether it fits this machine. Leaves no trace.
 
-    See `pipeline.train.layout_check` and `pipeline.train.planning.fit`.
+    See `pipeline.train.rules.layout_check` and `pipeline.train.planning.fit`.
     """
-    from pipeline.train.layout_check import check
     from pipeline.train.planning.fit import check_memory, is_meant_for_this_machine
+    from pipeline.train.rules.layout_check import check
 
     refuse_code_of_others(config, "notify")  # as the training would
     console = Console()
@@ -345,7 +345,7 @@ def _looker(config: Config) -> Callable[[str, Callable[[int], None]], Problems]:
 
     def look(job: str, progress: Callable[[int], None]) -> Problems:
         from pipeline.common.problems import Problems
-        from pipeline.train.layout_check import world_size
+        from pipeline.train.rules.layout_check import world_size
         from slurm.checks import look_at_stages
 
         found = Problems()

@@ -17,8 +17,8 @@ from pipeline.common.slurm_commands import JobAnswer, JobIdentity
 from pipeline.config.run import LaunchConfig
 from pipeline.train.checkpoint.committed import COMMIT
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
-from pipeline.train.monitor.goodput import goodput
 from pipeline.train.run.attempts import Attempt, attempts
+from pipeline.train.run.goodput import goodput
 from pipeline.train.run.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.run.lock import is_held
 from pipeline.train.run.stop_requests import RESUME_ADVICE

@@ -14,7 +14,7 @@ from rich.text import Text
 from pipeline.common.console import print_table, say
 from pipeline.common.format import counted, duration, percent
 from pipeline.data.work.progress import WIDE
-from pipeline.train.monitor.goodput import Goodput
+from pipeline.train.run.goodput import Goodput
 from slurm.job.launch_log import next_words
 from slurm.scheduler import UNKNOWN
 from slurm.status.queued import QueuedJob

@@ -76,8 +76,8 @@ def _is_curated(config: Config) -> bool:
 
 def _trained_step(config: Config) -> int | None:
     """Last step of a training that would find nothing to do; None where there is something, or it is not sure."""
-    from pipeline.train.layout_check import planned_spec
-    from pipeline.train.run_plan import plan_run
+    from pipeline.train.rules.layout_check import planned_spec
+    from pipeline.train.start.run_plan import plan_run
     from slurm.forecast.course import checkpoints_disk, read_course
 
     run, state = config.run.dir, RunFiles(config.run.dir).exit_state()

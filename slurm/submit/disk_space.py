@@ -9,7 +9,7 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import size
 from pipeline.config import Config
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.layout_check import planned_spec
+from pipeline.train.rules.layout_check import planned_spec
 from slurm.forecast.course import Course, Disk, checkpoints_disk, read_course
 
 _TIGHT = 2

@@ -12,7 +12,7 @@ from typing import Literal
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
-from pipeline.train.parallel.layout import fixed_processes, resolve
+from pipeline.train.distributed.layout import fixed_processes, resolve
 from slurm.jobs import LAST_OF_ARRAYS, Backend, Stage
 from slurm.submit.submission import Chain, JobShape
 

@@ -21,8 +21,8 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_folder
 from pipeline.train.checkpoint.policy import cadences
-from pipeline.train.parallel.rules.layout import check_evaluation_layout
 from pipeline.train.planning.jobs import jobs_needed
+from pipeline.train.rules.layout import check_evaluation_layout
 from slurm.checks import look_at_stages
 from slurm.doctor.node import space
 from slurm.forecast.course import START_S, Forecast, forecast, job_seconds

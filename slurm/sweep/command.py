@@ -101,11 +101,11 @@ def _check_run(member: Member, backend: Backend | None) -> CheckedRun:
     """Lay a run out and plan it."""
     from pipeline.common.problems import Problems
     from pipeline.data.plan.build import make_data_plan
-    from pipeline.train.checks import SEAM_CHECK, TrainScope
-    from pipeline.train.layout_check import planned_spec, world_size
     from pipeline.train.model.flops import num_parameters
-    from pipeline.train.parallel.rules.layout import check_evaluation_layout, check_layout
-    from pipeline.train.schedule_seam import planned_seam
+    from pipeline.train.rules.layout import check_evaluation_layout, check_layout
+    from pipeline.train.rules.layout_check import planned_spec, world_size
+    from pipeline.train.start.checks import SEAM_CHECK, TrainScope
+    from pipeline.train.start.schedule_seam import planned_seam
 
     config = member.config
     if backend is None:

@@ -15,8 +15,8 @@ import torch
 
 from pipeline.config.load import load
 from pipeline.train.distributed.process_group import destroy
-from pipeline.train.planning import shares
-from pipeline.train.planning.devices import DEVICES, find_device
+from pipeline.train.host import shares
+from pipeline.train.host.devices import DEVICES, find_device
 from pipeline.train.planning.plan import plan
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

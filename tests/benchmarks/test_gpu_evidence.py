@@ -140,7 +140,7 @@ def test_an_item_ends_with_the_command_that_is_killed(copy: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.guard
 def test_an_item_that_was_broken_is_reported(copy: Path) -> None:
-    broken = copy / "pipeline/train/step.py"
+    broken = copy / "pipeline/train/loop/step.py"
     broken.write_text(broken.read_text() + "\nraise RuntimeError('a kernel is missing')\n")
     code, lines, _ = run(copy, "--rehearse", "--only", "profile/eager")
     assert code == 1

@@ -179,7 +179,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     from pipeline.data.preprocess.stage import preprocess
     from pipeline.data.provenance.excerpts import ExcerptReader
     from pipeline.eval.text import continue_prompt
-    from pipeline.train.trainer import train
+    from pipeline.train.loop.trainer import train
     from slurm.local.stages import run
 
     # These packages are extras; what is tested is that the keys get there.

@@ -13,13 +13,13 @@ from pipeline.config.layers.layer import LayerConfig
 from pipeline.config.load import load, packaged_configs
 from pipeline.config.model import ModelConfig
 from pipeline.train.distributed.process_group import destroy
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import active_parameters, num_parameters
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
-from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.plan import plan
+from pipeline.train.rules.layout import check_layout, layout_warnings
 
 FILES = sorted(packaged_configs().glob("models/*.yaml"))
 

@@ -15,14 +15,14 @@ from pipeline.config.load import load, packaged_configs
 from pipeline.config.root import Config
 from pipeline.train.checkpoint.export import average
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.fork import fork
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.huggingface.convert import to_hf
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
-from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.plan import plan
+from pipeline.train.rules.layout import check_layout, layout_warnings
 from pipeline.train.run.folder import read_metrics
+from pipeline.train.start.fork import fork
 from slurm.local.stages import run
 from tests import tiny
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.trainer import train
+from pipeline.train.loop.trainer import train
 from tests import tiny
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from pipeline.config.load import load
-from pipeline.train.layout_check import world_size
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.parallel.parallelize import has_recurrence
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from pipeline.train.rules.layout import check_layout, layout_warnings
+from pipeline.train.rules.layout_check import world_size
 from tests import tiny
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -19,8 +19,8 @@ from pipeline.eval.scoring import Prompt, continue_greedily
 from pipeline.eval.tasks.wikitext import read_pages
 from pipeline.train.distributed.rank import of_environment
 from pipeline.train.huggingface.convert import to_hf
-from pipeline.train.setup import ALONE
-from pipeline.train.trainer import train
+from pipeline.train.loop.trainer import train
+from pipeline.train.start.setup import ALONE
 from tests import tiny
 
 LAYOUTS: dict[str, dict[str, Any]] = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "fsdp2": {"dp_shard": 2}}

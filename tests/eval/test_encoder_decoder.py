@@ -20,9 +20,9 @@ from pipeline.eval.scoring import Prompt, Request, continue_greedily, score
 from pipeline.eval.text import continue_prompt
 from pipeline.train.distributed.process_group import Processes, destroy
 from pipeline.train.huggingface.folder import HuggingFaceFolder
+from pipeline.train.loop.trainer import train
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.trainer import train
 from tests import tiny
 from tests.eval.generation.test_generate import Letters, ids
 from tests.eval.server.running import running

@@ -20,9 +20,9 @@ from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.server.watch import load_served
 from pipeline.eval.summary import show, summarize
 from pipeline.eval.text import continue_prompt
+from pipeline.train.loop.trainer import train
 from pipeline.train.model.context import Context
-from pipeline.train.setup import load_for_inference
-from pipeline.train.trainer import train
+from pipeline.train.start.setup import load_for_inference
 from tests import tiny
 
 QUIET = Console(quiet=True)

@@ -22,9 +22,9 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.engine import open_engine
 from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.train.distributed.process_group import of_environment
-from pipeline.train.parallel.rules.layout import check_evaluation_layout, evaluation_parallel
-from pipeline.train.setup import ALONE
-from pipeline.train.trainer import train
+from pipeline.train.loop.trainer import train
+from pipeline.train.rules.layout import check_evaluation_layout, evaluation_parallel
+from pipeline.train.start.setup import ALONE
 from slurm.local import stages
 from slurm.submit.job_plan import eval_job
 from slurm.sweep.send import planned_training, refuse_larger_evaluation

@@ -29,10 +29,10 @@ from pipeline.eval.inference import load_decoder
 from pipeline.eval.perplexity import evaluate
 from pipeline.eval.scoring import Request, continue_greedily, score
 from pipeline.train.distributed.process_group import of_environment
+from pipeline.train.loop.trainer import train
 from pipeline.train.model.context import Context
 from pipeline.train.model.mlps.experts.routing import Routed
-from pipeline.train.parallel.rules.layout import check_evaluation_layout
-from pipeline.train.trainer import train
+from pipeline.train.rules.layout import check_evaluation_layout
 from tests import tiny
 from tests.eval.generation.test_generate import Letters, decoder, draw_prompts
 from tests.eval.server.running import running

@@ -23,9 +23,9 @@ from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.report.command import report
 from pipeline.eval.summary import show, summarize
 from pipeline.eval.table import show_table
+from pipeline.train.loop.trainer import train
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.setup import InferenceModel, load_for_inference
-from pipeline.train.trainer import train
+from pipeline.train.start.setup import InferenceModel, load_for_inference
 from slurm.status.command import status
 from tests import tiny
 from tests.heldout_sets import SETS, mean, nats_by_window, spread, write

@@ -25,10 +25,10 @@ from pipeline.eval.heldout_data import heldout_splits
 from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
 from pipeline.eval.reports import read_evaluations
+from pipeline.train.loop.trainer import train
 from pipeline.train.model.decoder import Context
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.setup import load_for_inference
-from pipeline.train.trainer import train
+from pipeline.train.start.setup import load_for_inference
 from slurm.local import stages
 from tests import tiers, tiny
 

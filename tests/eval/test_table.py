@@ -18,8 +18,8 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.perplexity import evaluate
 from pipeline.eval.table import show_table, write_table
+from pipeline.train.loop.trainer import train
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.trainer import train
 from tests import tiny
 
 

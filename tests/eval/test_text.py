@@ -21,7 +21,7 @@ from pipeline.eval.inference import load_decoder, unwrapped
 from pipeline.eval.text import continue_prompt, continue_prompts, read_prompts
 from pipeline.train.model.decoder import Context
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
-from pipeline.train.setup import load_for_inference
+from pipeline.train.start.setup import load_for_inference
 from tests.eval import small
 from tests.eval.generation.test_generate import decoder
 from tests.train.models import VOCAB

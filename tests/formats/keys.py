@@ -128,17 +128,17 @@ _VARIANTS = {
 """Which keys there are is told by one of them, or its value."""
 
 CLASSES = {
-    "pipeline.train.parallel.layout": ("Layout",),
+    "pipeline.train.distributed.layout": ("Layout",),
     "pipeline.train.planning.experts": ("ExpertPlan",),
-    "pipeline.train.planning.shares": ("Shares", "MeasuredShares"),
+    "pipeline.train.host.shares": ("Shares", "MeasuredShares"),
     "pipeline.train.planning.show": (),  # MeasuredShares
-    "pipeline.train.monitor.goodput": ("Goodput",),
+    "pipeline.train.run.goodput": ("Goodput",),
     "pipeline.train.monitor.hardware": ("Rise",),
-    "pipeline.train.schedule_seam": (),  # a config
+    "pipeline.train.start.schedule_seam": (),  # a config
     "pipeline.train.planning.stage_memory": (),  # fields of a spec, none of which is written
     "pipeline.train.run.unsaved": ("Saves",),
     "pipeline.train.run.heartbeat": ("Beat",),
-    "pipeline.train.checkpoint.commands": ("Row",),
+    "pipeline.train.export.commands": ("Row",),
     "pipeline.data.work.leases": ("LeaseRecord",),
     "pipeline.data.datasets.packing.files": ("FileListing", "PackIndex"),
     "pipeline.data.packing.job": ("BlockReceipt",),
@@ -169,7 +169,7 @@ CLASSES = {
     "pipeline.eval.summary": (),  # GenerateConfig
     "pipeline.train.checkpoint.fingerprint": (),  # ModelConfig and the objectives
     "pipeline.train.huggingface.convert": (),  # ModelConfig
-    "pipeline.train.saving": (),  # Config
+    "pipeline.train.loop.saving": (),  # Config
     "slurm.job.folder_watch": ("LostFolderNote",),
     "slurm.jobs": ("Job", "Cancelled"),
     "slurm.job.launch_log": ("Launch", "LaunchEnd"),
@@ -203,15 +203,15 @@ WRITE_NOTHING = (
     "pipeline.data.sources.reader",  # options of plug-ins, whose names are theirs
     "pipeline.eval.report.facts",
     "pipeline.train.checkpoint.dcp_metadata",
-    "pipeline.train.exported_model",
+    "pipeline.train.start.exported_model",
     "pipeline.train.distributed.process_group",
     "pipeline.train.monitor.loggers.open",  # the run file, for trackers
-    "pipeline.train.open_run",
+    "pipeline.train.start.open_run",
     "pipeline.train.parallel.tested",
     "pipeline.train.planning.memory",
-    "pipeline.train.resume",
-    "pipeline.train.step",
-    "pipeline.train.warm_start",
+    "pipeline.train.start.resume",
+    "pipeline.train.loop.step",
+    "pipeline.train.start.warm_start",
     "slurm.submit.job_plan",
     "slurm.sweep.members",
     "slurm.sweep.send",

@@ -19,15 +19,15 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.distributed.process_group import destroy
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.huggingface.configs import to_hf_config
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.part_spec import Division, LayerPartSpec
 from pipeline.train.model.plugins.check import check_layers
-from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS
-from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.plan import plan
+from pipeline.train.rules.layout import check_layout
 from tests import tiers, tiny
 from tests.plugins.installed import installed
 from tests.train.distributed.ranks import Ranks, kept_ranks

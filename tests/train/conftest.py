@@ -8,7 +8,7 @@ import torch
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.parallel.torch_compat import pipeline_stage
+from pipeline.train.torch_compat import pipeline_stage
 from tests import tiny
 from tests.train.distributed.ranks import Ranks, kept_ranks
 

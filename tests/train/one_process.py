@@ -10,7 +10,7 @@ from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.train.distributed.process_group import init_process_group
 from pipeline.train.parallel.setup import Setup, set_up
-from pipeline.train.setup import ALONE
+from pipeline.train.start.setup import ALONE
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.train import trainer
+from pipeline.train.loop import trainer
 from pipeline.train.run.folder import read_metrics
 
 EXACT = ("loss", "loss_by_source", "grad_norm", "lr", "tokens", "order_hash", "data_hash", "validation_loss")

@@ -15,8 +15,8 @@ from pipeline.common.errors import MachineError
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.report.command import report
-from pipeline.train import trainer
-from pipeline.train.balance import Balance, StepRouting
+from pipeline.train.loop import trainer
+from pipeline.train.loop.balance import Balance, StepRouting
 from pipeline.train.monitor.imbalance import Imbalance
 from pipeline.train.monitor.loggers.base import flat
 from pipeline.train.parallel.parallelize import build_model
@@ -168,6 +168,6 @@ def test_what_is_uneven_is_told_on_the_console_and_where_memory_runs_out(
     def issue(*_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 80.00 GiB. GPU 0 has 79.00 GiB")
 
-    monkeypatch.setattr("pipeline.train.step.Stepper.step", lambda *_, **__: issue())
+    monkeypatch.setattr("pipeline.train.loop.step.Stepper.step", lambda *_, **__: issue())
     with pytest.raises(MachineError, match=r"micro_batch_size.* `rows_max_over_mean` below `experts`"):
         trainer.train(load(root / "run.yaml", [f"run.dir={root / 'large'}"]), Console(quiet=True))

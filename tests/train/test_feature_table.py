@@ -23,7 +23,7 @@ from pipeline.train.feature_table import FEATURES, KINDS, Feature, letter
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.config import MIXERS, MLPS
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from pipeline.train.rules.layout import check_layout, layout_warnings
 from tests import tiny
 from tests.train.huggingface import test_parity, test_t5
 from tests.train.runs import column, train

@@ -25,8 +25,8 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.fork import fork
 from pipeline.train.run.folder import read_metrics
+from pipeline.train.start.fork import fork
 from tests import tiny
 from tests.train.runs import column, exact, start, train, weights_hash
 

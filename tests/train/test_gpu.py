@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.train import trainer
-from pipeline.train.monitor.host_copy import HostCopy
+from pipeline.train.host.host_copy import HostCopy
+from pipeline.train.loop import trainer
 from pipeline.train.run.folder import read_metrics
 from tests.train.optim.averages import averages_differ
 from tests.train.runs import column, exact, train, weights_hash

@@ -18,7 +18,7 @@ from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.losses import LossQuestion, answer_losses
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
-from pipeline.train.fork import fork
+from pipeline.train.start.fork import fork
 from tests import tiny
 from tests.train.runs import column, exact, start, train, weights_hash
 

@@ -14,10 +14,10 @@ from pipeline.common.errors import UserError
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.checkpoint.commands import rows
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import best
-from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.export.commands import rows
+from pipeline.train.rules.layout import check_layout
 from tests import tiny
 from tests.heldout_sets import write
 from tests.train.distributed.ranks import Ranks

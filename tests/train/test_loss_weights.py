@@ -17,12 +17,12 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.train.loop.step import Stepper
 from pipeline.train.model.decoder import Context
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.tested import OF_EXPERTS, OVERLAPPED, TESTED, WITHIN_LAYERS
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.step import Stepper
 from tests import tiny
 from tests.tiers import first
 from tests.train import runs

@@ -20,7 +20,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.nn.attention import flex_attention
 
 from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import destroy
+from pipeline.train.loop.step import Stepper, StepResult
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.flex import Flex
@@ -30,11 +32,9 @@ from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.part_spec import KernelUse, Reach
 from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.planning.fake import fake_mesh
-from pipeline.train.step import Stepper, StepResult
 from tests import tiers
 from tests.train.one_process import config_of
 

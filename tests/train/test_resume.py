@@ -16,9 +16,9 @@ from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.parsing.schema import keys
-from pipeline.train import resume
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.resume import WINNERS, config_differences, table
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.start import resume
+from pipeline.train.start.resume import WINNERS, config_differences, table
 from tests import tiny
 from tests.train.runs import column, exact, start, train
 

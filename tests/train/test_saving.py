@@ -18,11 +18,10 @@ from torch.serialization import get_crc32_options
 
 from pipeline.common.errors import NumericalError
 from pipeline.common.format import size
-from pipeline.train import saving
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.monitor import faults
+from pipeline.train.loop import faults, saving
 from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.train.runs import exact, start, train, weights_hash

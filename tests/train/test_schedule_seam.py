@@ -18,8 +18,8 @@ from pipeline.common.problems import Problems
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.train.checks import SEAM_CHECK, TrainScope
-from pipeline.train.fork import fork
+from pipeline.train.start.checks import SEAM_CHECK, TrainScope
+from pipeline.train.start.fork import fork
 from slurm.local import stages
 from slurm.local.preview import preview
 from slurm.submit.submit import submit

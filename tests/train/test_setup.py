@@ -8,9 +8,9 @@ import torch
 
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.train import setup
 from pipeline.train.distributed.process_group import Processes
-from pipeline.train.setup import choose_device, cores_of, init_rank, threads_of_shell
+from pipeline.train.start import setup
+from pipeline.train.start.setup import choose_device, cores_of, init_rank, threads_of_shell
 from tests import tiny
 
 

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.loss import token_loss
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
-from pipeline.train.step import Stepper
 from tests.train.one_process import config_of, setup_of
 
 CPU = torch.device("cpu")

@@ -20,12 +20,12 @@ import torch
 from pipeline.cli.main import main
 from pipeline.common.errors import Stopped
 from pipeline.config.load import load
-from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.loop import trainer
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.setup import be_deterministic
+from pipeline.train.start.setup import be_deterministic
 from tests import tiny
 from tests.train.runs import exact, start, train, weights_hash
 
@@ -155,11 +155,11 @@ def test_sigkill_between_the_renames_of_a_save(
     script = f"""
 import os, signal, sys
 rename = os.replace
-def replace(source, final):
+def replace(source, final, **folders):
     hit = os.fspath(final).endswith({target!r}) and os.path.exists({str(run / "checkpoints" / saved)!r})
     if hit and {when!r} == "before":
         os.kill(os.getpid(), signal.SIGKILL)
-    rename(source, final)
+    rename(source, final, **folders)
     if hit:
         os.kill(os.getpid(), signal.SIGKILL)
 os.replace = replace

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import trainer
 from pipeline.train.checkpoint import export
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.loop import trainer
 from tests import tiny
 from tests.train.distributed.ranks import run as run_ranks
 from tests.train.runs import column, exact, start, train, weights_hash

@@ -20,8 +20,8 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.eval.report.gather import RunFacts
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
-from pipeline.train.monitor.goodput import number
 from pipeline.train.monitor.phase_log import describe_run
+from pipeline.train.run.goodput import number
 
 _MOST_ATTEMPTS = 60
 _LONGEST = 400

@@ -37,8 +37,8 @@ from pipeline.eval.report.series import Columns
 from pipeline.eval.report.state import State, judge
 from pipeline.eval.reports import Evaluation, read_evaluations
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.monitor.goodput import Goodput, is_step, number
 from pipeline.train.run.attempts import Attempt, attempts
+from pipeline.train.run.goodput import Goodput, is_step, number
 from pipeline.train.run.heartbeat import Beat, read_beats
 
 TRACES = (RunFiles.config, RunFiles.metrics, RunFiles.ledger, RunFiles.exit, RunFiles.checkpoints)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.train.monitor.goodput import number
+from pipeline.train.run.goodput import number
 
 _MOST_STEPS = 256
 """Steps whose loads are kept; of more, every second one is dropped."""

@@ -11,8 +11,8 @@ from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
 from pipeline.eval.report.reading import MALFORMED
 from pipeline.eval.report.series import Columns
-from pipeline.train.monitor.goodput import Goodput, GoodputSums
 from pipeline.train.run.attempts import Attempt
+from pipeline.train.run.goodput import Goodput, GoodputSums
 
 _TAIL = 256
 """Bytes before the place read to, by which it is known that the file is still the same."""

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.eval.report.loads import Loads
-from pipeline.train.monitor.goodput import is_step, number
 from pipeline.train.run.attempts import Attempt
+from pipeline.train.run.goodput import is_step, number
 
 Floats = npt.NDArray[np.float64]
 

@@ -32,7 +32,7 @@ from pipeline.eval.tasks.builtin import Row, made_with_weights, print_results, r
 from pipeline.train.checkpoint.exported import Evaluated
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import barrier, broadcast_from_rank0
-from pipeline.train.out_of_memory import out_of_memory_means
+from pipeline.train.loop.out_of_memory import out_of_memory_means
 
 PREFETCHED = "prefetched"
 """Folder of what `prefetch` writes, below `eval.harness.include_path`."""

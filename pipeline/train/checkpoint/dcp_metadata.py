@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.committed import Checkpoint
-from pipeline.train.parallel.torch_compat.checkpoint_files import Place, PythonUnpickler
+from pipeline.train.torch_compat.checkpoint_files import Place, PythonUnpickler
 
 METADATA = ".metadata"
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}

@@ -32,8 +32,8 @@ from pipeline.train.model.config import DecoderSpec
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers, make_states
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, HashingWriter, first_cause
-from pipeline.train.parallel.torch_compat.core import plain
+from pipeline.train.torch_compat.checkpoint_files import CheckpointReader, HashingWriter, first_cause
+from pipeline.train.torch_compat.core import plain
 
 Section = Literal["model", "ema"]
 """Section of the weights: those that were trained, or their moving average."""

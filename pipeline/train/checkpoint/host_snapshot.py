@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.train.checkpoint.dcp_storage import State
-from pipeline.train.parallel.torch_compat.core import local_shard, with_local
+from pipeline.train.torch_compat.core import local_shard, with_local
 
 _ALIGNMENT = 64
 """Bytes; every tensor begins at a multiple."""

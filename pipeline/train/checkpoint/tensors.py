@@ -20,7 +20,7 @@ from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.dcp_metadata import METADATA, read_metadata
 from pipeline.train.checkpoint.state_shapes import is_buffer, is_count
-from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader, RowsPlanner, first_cause
+from pipeline.train.torch_compat.checkpoint_files import CheckpointReader, RowsPlanner, first_cause
 
 _AT_ONCE_BYTES = 2**28
 """Tensors are read in groups of about this size; one that is larger is read alone, some rows at a time."""

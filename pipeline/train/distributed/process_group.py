@@ -21,8 +21,8 @@ from pipeline.common.errors import AGREED_CODES, EXIT_OTHER, MachineError, RankF
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.distributed.peers import Peers, is_watched, watch
 from pipeline.train.distributed.rank import STORE, Processes, of_environment, record_error
-from pipeline.train.parallel.torch_compat.flight_recorder import record_collectives
-from pipeline.train.parallel.torch_compat.gloo import give_gloo_one_thread
+from pipeline.train.torch_compat.flight_recorder import record_collectives
+from pipeline.train.torch_compat.gloo import give_gloo_one_thread
 
 __all__ = [
     "Processes",

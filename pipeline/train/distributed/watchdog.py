@@ -27,9 +27,9 @@ from pipeline.common.errors import EXIT_HANG, HangError
 from pipeline.common.run_files import RunFiles
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.distributed.rank import NODE_ERRORS, Processes, log_folder, record_error
-from pipeline.train.parallel.torch_compat.flight_recorder import TORCH_FOLDER, last_collectives, waits_for_ranks
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.heartbeat import HUNG, Heartbeat, blocking_ranks_text
+from pipeline.train.torch_compat.flight_recorder import TORCH_FOLDER, last_collectives, waits_for_ranks
 
 Phase = Literal["init", "first_step", "step", "save"]
 

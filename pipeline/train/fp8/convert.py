@@ -14,9 +14,9 @@ from torch import nn
 
 from pipeline.common.errors import UserError, install_extra
 from pipeline.config.train import Fp8Config
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import fp8_matrices, gathers_fp8
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.layout import Layout
 
 _CAPABILITY: dict[str, tuple[int, int]] = {
     "tensorwise": (8, 9),

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from pipeline.common.format import percent, spans
 from pipeline.config.train import Fp8Config
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.model.part_spec import LayerSpec
-from pipeline.train.parallel.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -340,7 +340,7 @@ class Decoder(nn.Module):
         relatives = dict.fromkeys(mixer.relative for mixer in mixers if mixer.relative is not None)
         if not relatives:
             return {}
-        from pipeline.train.parallel.torch_compat.core import own_part  # and with it DTensor
+        from pipeline.train.torch_compat.core import own_part  # and with it DTensor
 
         return {each: relative_bias(own_part(self.relative[each.side]), queries, keys, each) for each in relatives}
 

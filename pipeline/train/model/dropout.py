@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pipeline.train.host.host_copy import to_device
 from pipeline.train.model.random_words import WORD, mix, text_word
-from pipeline.train.monitor.host_copy import to_device
 
 _FACTORS = (0x7FEB352D, 0x846CA68B - 2**32)
 """Of lowbias32, as int32."""

@@ -90,7 +90,7 @@ class Head(nn.Module):
 
 
 def _own_part(parameter: Tensor, rows: slice | None = None) -> Tensor:
-    from pipeline.train.parallel.torch_compat.core import own_part  # and with it DTensor, which takes long to import
+    from pipeline.train.torch_compat.core import own_part  # and with it DTensor, which takes long to import
 
     return own_part(parameter, rows)
 

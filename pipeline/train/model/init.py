@@ -21,7 +21,7 @@ from pipeline.config.model import InitConfig
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.parameter_spec import Matrix, Normal, Stack, Uniform, Vector
 from pipeline.train.model.part_spec import RELATIVE, LayerPartSpec
-from pipeline.train.parallel.torch_compat.core import strided_shard
+from pipeline.train.torch_compat.core import strided_shard
 
 _PART = re.compile(r"(?:layers\.(\d+)|mtp\.(\d+)\.layer)\.(\w+)\.(.+)")
 _MTP = re.compile(r"mtp\.(\d+)\.(\w+)\.weight")

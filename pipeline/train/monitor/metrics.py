@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from pipeline.train.host.devices import device_of_driver
 from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.monitor.loggers.retrying import RetryingLogger
-from pipeline.train.planning.devices import device_of_driver
 
 
 def peak_flops(device: torch.device, compute: str) -> float | None:

@@ -18,10 +18,10 @@ from pipeline.common.console import Console, say
 from pipeline.common.errors import NumericalError, Stopped
 from pipeline.common.run_files import RunFiles
 from pipeline.config.train import ProfileConfig
-from pipeline.train.monitor.faults import Rewind
-from pipeline.train.monitor.trace_spans import Spans, recorded_by, span
-from pipeline.train.parallel.torch_compat.core import end_allocations, record_allocations, write_allocations
+from pipeline.train.host.trace_spans import Spans, recorded_by, span
 from pipeline.train.run.folder import RunFolder
+from pipeline.train.run.rewind_request import Rewind
+from pipeline.train.torch_compat.core import end_allocations, record_allocations, write_allocations
 
 _AGREED = (Stopped, Rewind, NumericalError)
 """Raised by all ranks after the same step: no device waits for another one, and a profile can be ended in peace."""

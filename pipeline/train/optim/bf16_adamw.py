@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from pipeline.train.optim.stochastic_rounding import Rounding
-from pipeline.train.parallel.torch_compat.core import local_shard, plain
+from pipeline.train.torch_compat.core import local_shard, plain
 
 _AT_ONCE = 1 << 24
 """Elements whose moments are in fp32 at the same time."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from pipeline.config.train import EmaConfig
 from pipeline.train.parallel.parallelize import ParallelModel
-from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, local_shard, plain
+from pipeline.train.torch_compat.core import guard_optimizer_step, local_shard, plain
 
 
 class Ema:

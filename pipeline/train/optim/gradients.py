@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.tied_tables import TiedTables
-from pipeline.train.parallel.torch_compat.core import scale_tensors
+from pipeline.train.torch_compat.core import scale_tensors
 
 
 class Gradients:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.train import MuonConfig
 from pipeline.train.optim.bf16_adamw import StatesOptimizer, pieces
 from pipeline.train.optim.muon_owners import Owners
-from pipeline.train.parallel.torch_compat.core import local_shard
+from pipeline.train.torch_compat.core import local_shard
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration (Jordan et al. 2024): steep at 0, so that few steps take singular values close to 1."""

@@ -17,7 +17,7 @@ from pipeline.common.format import duration
 from pipeline.config import Config
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.parallel.torch_compat.compiler import prepare_compiler
+from pipeline.train.torch_compat.compiler import prepare_compiler
 
 BACKEND = "inductor"
 """Backend of torch.compile."""

@@ -27,7 +27,7 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.train.model.mixers.sequence import AttentionFn, SequenceCut
 from pipeline.train.parallel.mesh import Mesh
-from pipeline.train.parallel.torch_compat.core import all_gather, all_to_all, reduce_scatter
+from pipeline.train.torch_compat.core import all_gather, all_to_all, reduce_scatter
 
 
 def build_cut(mesh: Mesh, parallel: ParallelConfig) -> SequenceCut | None:

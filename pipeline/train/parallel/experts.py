@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.mlps.experts.dispatch import Sizes, permuted
 from pipeline.train.model.mlps.experts.module import Experts
-from pipeline.train.parallel.torch_compat.core import all_to_all, all_to_all_rows, own_part, wait_for
+from pipeline.train.torch_compat.core import all_to_all, all_to_all_rows, own_part, wait_for
 
 
 def mixtures(part: nn.Module) -> Iterator[Experts]:

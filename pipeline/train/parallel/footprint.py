@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.config.train import OptimizerConfig
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
@@ -17,7 +18,6 @@ from pipeline.train.model.flops import (
     muon_parameters,
     num_parameters,
 )
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead, reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import run_stream

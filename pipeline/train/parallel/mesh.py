@@ -7,9 +7,9 @@ from typing import Literal
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import COLLECTIVE_TIMEOUT
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.torch_compat.core import set_timeout, unflatten_mesh
+from pipeline.train.torch_compat.core import set_timeout, unflatten_mesh
 
 Role = Literal["pp", "tp", "cp", "params", "batch"]
 MeshRole = Literal["pp", "tp", "cp", "params", "experts", "ep"]

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE, OverlapConfig, ParallelConfig
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import cpu_group
 from pipeline.train.parallel.compile import compiles
-from pipeline.train.parallel.layout import Layout
 
 if TYPE_CHECKING:  # the launcher imports this module, too, and needs none of them
     from torch.distributed.fsdp import FSDPModule

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
+from pipeline.train.distributed.layout import Layout, sequence_multiple, sequence_pieces
 from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
 from pipeline.train.fp8.matrices import gathers_fp8
 from pipeline.train.model.config import DecoderSpec
@@ -30,7 +31,6 @@ from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
 from pipeline.train.parallel.context import build_cut
 from pipeline.train.parallel.experts import deal_experts, mixtures, shard_dim
-from pipeline.train.parallel.layout import Layout, sequence_multiple, sequence_pieces
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.overlap import check_async_tp, set_prefetch
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
@@ -38,7 +38,7 @@ from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.step_shapes import run_stream
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from pipeline.train.parallel.tested import LayoutKind
-from pipeline.train.parallel.torch_compat.compiler import prepare_async_tp
+from pipeline.train.torch_compat.compiler import prepare_async_tp
 
 # The logits are a view of the head's product, and nothing changes them in place.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

@@ -20,7 +20,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.pipeline_stages import Stage
-from pipeline.train.parallel.torch_compat.micro_batch_stage import MicroBatchStage
+from pipeline.train.torch_compat.micro_batch_stage import MicroBatchStage
 
 # On an error torch prints its whole table of actions; the exception says what is wrong.
 logging.getLogger(PipelineScheduleSingle.__module__).setLevel(logging.CRITICAL)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pipeline.config.parallel import ZERO_BUBBLE, ScheduleName
-from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions
+from pipeline.train.torch_compat.pipeline_stage import schedule_actions
 
 _DURATIONS = {"F": 1, "I": 1, "W": 1, "B": 2}
 """Duration of an action, in units of its stage's cost: each of the three matrix products of a layer counts the same."""

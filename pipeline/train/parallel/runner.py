@@ -11,9 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
+from pipeline.train.host.trace_spans import span
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.monitor.trace_spans import span
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
 from pipeline.train.parallel.setup import Setup

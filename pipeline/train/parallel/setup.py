@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from pipeline.config import Config
+from pipeline.train.distributed.layout import resolve
 from pipeline.train.model.config import DecoderSpec, decoder_spec
-from pipeline.train.parallel.layout import resolve
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 
 

@@ -49,7 +49,7 @@ from pipeline.train.model.norm import grouped_rms_norm
 from pipeline.train.model.parameter_spec import HeadNorm
 from pipeline.train.model.part_spec import LayerPartSpec
 from pipeline.train.parallel.experts import PositionsOfRanks, mixtures
-from pipeline.train.parallel.torch_compat.core import all_reduce, with_parts_of_gradient
+from pipeline.train.torch_compat.core import all_reduce, with_parts_of_gradient
 
 _OWN = Shard(0)
 """Layout of what each rank has for itself, heads or a gradient's part, as if it had samples of its own."""

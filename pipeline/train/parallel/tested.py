@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 from pipeline.config.parallel import CpMethod, OverlapConfig, ParallelConfig, ScheduleName
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.parallel.layout import AXES, Layout
+from pipeline.train.distributed.layout import AXES, Layout
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 
 _ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)

@@ -22,6 +22,8 @@ from pipeline.config import Config
 from pipeline.config.parallel import PipelineConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
 from pipeline.train.model.kernels.choice import spec_uses
@@ -32,16 +34,14 @@ from pipeline.train.model.mlps.experts.router import Router
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.experts import AllToAll, mixtures
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import EXPERT_SHARDS, Mesh
 from pipeline.train.parallel.parallelize import ParallelModel, parallelize
 from pipeline.train.parallel.setup import Setup
-from pipeline.train.parallel.torch_compat.core import local_shard
 from pipeline.train.planning.exchange import BalancedExchange
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.ledger import MemoryLedger, Passes
 from pipeline.train.planning.stage_memory import KINDS, DeviceType, Ends, Layers, MemoryKind, Shape, StageMemory
-from pipeline.train.step import Stepper
+from pipeline.train.torch_compat.core import local_shard
 
 _PIPELINES: Mapping[Ends, tuple[int, int]] = {"whole": (1, 0), "first": (2, 0), "middle": (3, 1), "last": (2, 1)}
 """The shortest pipeline that has such a stage, and the rank of it."""

@@ -7,6 +7,8 @@ from functools import lru_cache
 
 from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.host.devices import Device
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import side_share
 from pipeline.train.model.part_spec import LayerSpec
@@ -22,12 +24,10 @@ from pipeline.train.parallel.footprint import (
     moments,
     part_matrices,
 )
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape, run_stream
 from pipeline.train.parallel.tested import LayoutKind
-from pipeline.train.planning.devices import Device
 from pipeline.train.planning.timing import step_time
 
 _SLACK = 0.99

@@ -14,11 +14,11 @@ from pydantic import BaseModel
 
 from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.model.config import DecoderSpec
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import run_stream, step_shapes
 from pipeline.train.parallel.tested import LayoutKind, tested_kinds
-from pipeline.train.parallel.torch_compat import pipeline_stage
+from pipeline.train.torch_compat import pipeline_stage
 
 Overrides = dict[str, Any]
 """Key path -> value."""

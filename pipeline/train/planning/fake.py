@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from pipeline.train.parallel.layout import Layout
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.parallel.mesh import Mesh, build_mesh
-from pipeline.train.parallel.torch_compat.core import FAKE_BACKEND, fake_store, forget_shardings, shardings_unseen
+from pipeline.train.torch_compat.core import FAKE_BACKEND, fake_store, forget_shardings, shardings_unseen
 
 
 @contextmanager

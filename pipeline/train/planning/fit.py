@@ -15,14 +15,14 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import gib
 from pipeline.common.process_identity import node_name
 from pipeline.config import Config
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER, Processes, is_rank, of_environment
-from pipeline.train.layout_check import planned_spec
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.footprint import MASTER_BYTES, rank_footprints
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.step_shapes import step_shapes
+from pipeline.train.rules.layout import check_layout
+from pipeline.train.rules.layout_check import planned_spec
 
 _FEW = 16
 """Processes that are started for a try also where there are fewer cores."""

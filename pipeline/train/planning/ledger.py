@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pipeline.train.parallel.torch_compat.core import local_shard
 from pipeline.train.planning.stage_memory import MemoryKind
+from pipeline.train.torch_compat.core import local_shard
 
 # What FSDP's collectives fill and read; tensor parallelism has functional ones.
 _GATHERS = ("c10d::_allgather_base_", "c10d::all_gather_into_tensor")

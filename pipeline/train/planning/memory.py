@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from pipeline.config import Config
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import layers_ahead
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
-from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions
 from pipeline.train.planning.stage_memory import DeviceType, Ends, Layers, Shape, StageMemory, keep, read_kept
 from pipeline.train.planning.traffic import ACTIVE_STAGES
+from pipeline.train.torch_compat.pipeline_stage import schedule_actions
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,12 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.provenance.loss_file import losses_bytes
 from pipeline.train.checkpoint.policy import most_exports
-from pipeline.train.layout_check import PlannedModel, planned_model, planned_spec
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.host.devices import Device
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
-from pipeline.train.parallel.layout import Layout
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.step_shapes import StepShape, step_counts, step_shapes
-from pipeline.train.planning.devices import Device
 from pipeline.train.planning.experts import OVER_MEAN, ExpertPlan, expert_plan, expert_warnings
 from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.planning.memory import RankMemory, memory
@@ -30,6 +28,8 @@ from pipeline.train.planning.timing import (
     step_time,
 )
 from pipeline.train.planning.traffic import Axis, bytes_by_axis
+from pipeline.train.rules.layout import check_layout, layout_warnings
+from pipeline.train.rules.layout_check import PlannedModel, planned_model, planned_spec
 
 RESERVE = 0.05
 """Share of a device's memory that is left to CUDA, NCCL, cuBLAS and what torch's allocator cannot use."""

@@ -6,7 +6,7 @@ import statistics
 from dataclasses import dataclass
 
 from pipeline.common.format import duration
-from pipeline.train.planning.devices import Device
+from pipeline.train.host.devices import Device
 
 PUBLISHED = {
     "Llama 3 405B, 8,192 H100": 0.98,

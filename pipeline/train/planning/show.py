@@ -7,18 +7,18 @@ from dataclasses import asdict
 from typing import Any
 
 from pipeline.common.format import counted, duration, first_and_last, gib, percent, size, spans
-from pipeline.train.layout_check import MOST_SHAPES, layout_lines
+from pipeline.train.host.devices import Device
 from pipeline.train.model.flops import num_parameters
-from pipeline.train.optim.parameter_groups import group_lines
+from pipeline.train.model.parameter_groups import group_lines
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
-from pipeline.train.planning.devices import Device
 from pipeline.train.planning.experts import expert_json, expert_lines
 from pipeline.train.planning.memory import RankMemory
 from pipeline.train.planning.plan import RESERVE, PhasePlan, ResourcePlan
 from pipeline.train.planning.published import LEAST, MOST, PUBLISHED, TYPICAL
 from pipeline.train.planning.suggest import as_arguments
 from pipeline.train.planning.timing import basis
+from pipeline.train.rules.layout_check import MOST_SHAPES, layout_lines
 
 Suggestions = Sequence[tuple[Mapping[str, Any], ResourcePlan]]
 """Keys to change, and the plan of the run with them."""

@@ -16,16 +16,16 @@ from typing import Any
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, gib
 from pipeline.config import Config
-from pipeline.train.layout_check import planned_model
-from pipeline.train.parallel.layout import Layout, resolve
+from pipeline.train.distributed.layout import Layout, resolve
+from pipeline.train.host.devices import Device
 from pipeline.train.parallel.pipeline_stages import split_stages
-from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.parallel.step_shapes import StepShape, run_stream, step_shapes
 from pipeline.train.planning.bounds import MicroBatch, in_flight, least_bytes, least_seconds, micro_batch
 from pipeline.train.planning.candidates import Overrides, candidates, differences, overridden
-from pipeline.train.planning.devices import Device
 from pipeline.train.planning.plan import RESERVE, ResourcePlan, plan
 from pipeline.train.planning.timing import rank_parameters, step_time
+from pipeline.train.rules.layout import check_layout
+from pipeline.train.rules.layout_check import planned_model
 
 _ROUNDS = (3, 4)
 """Micro-batches over ranks of a pipeline, for steps that stand for longer ones."""

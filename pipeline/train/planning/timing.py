@@ -13,7 +13,10 @@ from math import ceil, log2
 from pipeline.common.format import percent
 from pipeline.config import Config
 from pipeline.config.train import Fp8Config, RecomputeConfig
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import fp8_matrices
+from pipeline.train.host.devices import Device
+from pipeline.train.host.shares import UPDATE_BYTES
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import (
     Length,
@@ -31,13 +34,10 @@ from pipeline.train.model.flops import (
 )
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, end_parameters, layer_sizes
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.pipeline_schedules import play
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape, run_stream
-from pipeline.train.planning.devices import Device
-from pipeline.train.planning.shares import UPDATE_BYTES
 from pipeline.train.planning.traffic import AXES, Axis, Phase, Transfer, is_recomputed, stage_traffic
 
 LINK_SHARE = 0.7

@@ -16,12 +16,12 @@ from typing import Literal
 from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.flops import side_share
 from pipeline.train.model.part_spec import RELATIVE, LayerPartSpec, LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters, layer_sizes
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.overlap import reduction
 from pipeline.train.parallel.pipeline_schedules import actions_of
 from pipeline.train.parallel.pipeline_stages import Stage, tied_tables

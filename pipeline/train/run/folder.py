@@ -29,8 +29,8 @@ from pipeline.common.errors import (
 )
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import RunFiles
-from pipeline.train.monitor.goodput import goodput
 from pipeline.train.run.attempts import RunningAttempt, correct_end, last_begun, record_missing_end
+from pipeline.train.run.goodput import goodput
 from pipeline.train.run.heartbeat import read_beat
 from pipeline.train.run.lock import Lock, last_attempt, note_attempt
 

@@ -15,7 +15,7 @@ from pipeline.data.datasets.packing.files import block_path, packs_folder
 from pipeline.data.datasets.packing.packs import Packs
 from pipeline.data.preprocess.stage import is_complete, preprocess
 from pipeline.data.preprocess.status import print_status, read_state
-from pipeline.train.run_plan import plan_run
+from pipeline.train.start.run_plan import plan_run
 from tests.data.runs import make_config, tree
 
 

@@ -24,8 +24,8 @@ from pipeline.config.load import load
 from pipeline.data.plan.build import make_data_plan
 from pipeline.eval.report.command import report
 from pipeline.eval.report.gather import gather
-from pipeline.train.fork import fork
-from pipeline.train.monitor.goodput import goodput
+from pipeline.train.run.goodput import goodput
+from pipeline.train.start.fork import fork
 from tests import tiny
 from tests.clock import set_time
 from tests.eval.report.reading import Report, number, read, steps_that_count

@@ -17,7 +17,7 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.eval.server.page import page as page_and_headers
-from pipeline.train.trainer import train
+from pipeline.train.loop.trainer import train
 from tests import tiers
 from tests.browser import Chromium, Opened, browser
 from tests.eval.server.running import Running, running

@@ -15,11 +15,11 @@ from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import due, to_prune
 from pipeline.train.distributed.process_group import destroy
+from pipeline.train.host import shares
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.planning import plan as planning
-from pipeline.train.planning import shares
-from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.jobs import jobs_needed
 from slurm.forecast.course import forecast, measured_rate, most_checkpoints
 from slurm.local import stages

@@ -17,7 +17,7 @@ from tests.planted import SECRETS
 _COMMANDS = """
 import logging, sys, warnings
 from pathlib import Path
-import pipeline.train.validation as validation
+import pipeline.train.loop.validation as validation
 from pipeline.cli.main import main
 from pipeline.common.errors import UserError
 

@@ -16,7 +16,7 @@ from pipeline.config.load import load
 from pipeline.data.curate.checks import CURATE_CHECKS
 from pipeline.data.preprocess.checks import PREPROCESS_CHECKS
 from pipeline.eval.checks import EVAL_CHECKS
-from pipeline.train.checks import TRAIN_CHECKS
+from pipeline.train.start.checks import TRAIN_CHECKS
 from slurm.local import stages
 from slurm.local.preview import preview
 from tests import tiny

@@ -28,11 +28,12 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.load import load
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint import commands, committed
+from pipeline.train.checkpoint import committed
 from pipeline.train.checkpoint.export import average, export
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, groups
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
+from pipeline.train.export import commands
 from pipeline.train.run.attempts import attempts
 from tests.train.runs import train
 

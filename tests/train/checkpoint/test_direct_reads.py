@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from pipeline.common.errors import UserError
-from pipeline.train.parallel.torch_compat.checkpoint_files import CheckpointReader
+from pipeline.train.torch_compat.checkpoint_files import CheckpointReader
 
 
 class Planner:

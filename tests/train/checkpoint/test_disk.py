@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipeline.common import storage
 from pipeline.config.load import load
-from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.loop import trainer
 from pipeline.train.monitor.loggers import retrying
-from pipeline.train.parallel.torch_compat.checkpoint_files import HashingWriter
 from pipeline.train.run.folder import read_metrics
+from pipeline.train.torch_compat.checkpoint_files import HashingWriter
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a tmpfs needs root")

@@ -102,7 +102,7 @@ def _train(
     out = run.with_suffix(".out")
     # Processes are forked from one that has done nothing but the imports, which take longer than such a run.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pipeline.cli.main", "pipeline.train.trainer"])
+    context.set_forkserver_preload(["pipeline.cli.main", "pipeline.train.loop.trainer"])
     process = context.Process(target=_command_line, args=(words, out, name, hook, run), daemon=True)
     process.start()
     process.join(120)

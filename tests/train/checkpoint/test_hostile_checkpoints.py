@@ -33,7 +33,7 @@ from pipeline.config.load import load
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.dcp_metadata import read_metadata
 from pipeline.train.checkpoint.tensors import Stored, read, stored
-from pipeline.train.fork import fork
+from pipeline.train.start.fork import fork
 from tests.train.runs import start, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

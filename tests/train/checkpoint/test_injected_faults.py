@@ -51,7 +51,7 @@ INSTANTS: dict[str, tuple[int, Instant]] = {
     "in the middle of its file": (
         1,
         Instant(
-            function="pipeline.train.parallel.torch_compat.checkpoint_files:_HashingStream.write",
+            function="pipeline.train.torch_compat.checkpoint_files:_HashingStream.write",
             number=9,
             after=Instant("open", r"/__1_\d+\.distcp$", number=3),
         ),

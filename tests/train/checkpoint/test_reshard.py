@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import trainer
-from pipeline.train.parallel.layout import Layout
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.loop import trainer
 from pipeline.train.parallel.tested import Combination
 from pipeline.train.run.folder import read_metrics
 from tests import tiny

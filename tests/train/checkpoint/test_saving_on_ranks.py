@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import saving, trainer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import background_group, broadcast_from_rank0, gather
+from pipeline.train.loop import saving, trainer
 from tests import tiers, tiny
 from tests.train.distributed import ranks
 from tests.train.runs import exact, weights_hash

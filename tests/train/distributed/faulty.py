@@ -25,7 +25,7 @@ from typing import Any
 from tests.train.distributed.ranks import environment, free_port
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["pipeline.cli.main", "pipeline.train.trainer", "tests.train.distributed.faulty"])
+_SERVER.set_forkserver_preload(["pipeline.cli.main", "pipeline.train.loop.trainer", "tests.train.distributed.faulty"])
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 _PATHS = {"os.rename": 1, "open": 0, "os.remove": 0, "os.mkdir": 0, "os.rmdir": 0, "shutil.rmtree": 0}
 """Events about files, and which of their arguments is the path: of a rename the new one."""

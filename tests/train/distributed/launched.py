@@ -198,9 +198,9 @@ def this_is_where_it_hangs() -> None:
 
 if __name__ == "__main__":
     CASE = sys.argv[1]
-    stage = types.ModuleType("pipeline.train.trainer")
+    stage = types.ModuleType("pipeline.train.loop.trainer")
     stage.train = train  # type: ignore[attr-defined]
-    sys.modules["pipeline.train.trainer"] = stage
+    sys.modules["pipeline.train.loop.trainer"] = stage
     if "WORLD_SIZE" not in os.environ:
         import slurm.local.launcher
 

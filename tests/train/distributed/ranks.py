@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 _SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["pipeline.train.trainer", "tests.train.distributed.ranks"])
+_SERVER.set_forkserver_preload(["pipeline.train.loop.trainer", "tests.train.distributed.ranks"])
 
 Environment = dict[str, str]
 
@@ -174,7 +174,7 @@ def _rank(end: Connection, log: Path, variables: Environment, connect: bool) -> 
     import torch
     import torch.distributed as dist
 
-    from pipeline.train.parallel.torch_compat.gloo import give_gloo_one_thread
+    from pipeline.train.torch_compat.gloo import give_gloo_one_thread
 
     os.environ.update(variables)
     torch.set_num_threads(1)

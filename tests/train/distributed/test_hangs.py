@@ -82,7 +82,7 @@ def test_a_stopped_rank_is_named_with_the_stacks_of_all(root: Path, layout: str,
     texts = {rank: (logs / f"rank-{rank:04d}.log").read_text() if rank else err for rank in pids}
     for rank, text in texts.items():
         assert re.search(STACK, text), f"stacks of rank {rank}"
-        assert "pipeline/train/trainer.py" in text, f"where rank {rank} was"
+        assert "pipeline/train/loop/trainer.py" in text, f"where rank {rank} was"
     for rank in pids.keys() - {stopped}:
         recorded = json.loads((logs / f"flight-recorder-rank-{rank:04d}.json").read_bytes())["gloo"]
         assert recorded, "collectives"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from pipeline.common.errors import MachineError, RankFailed, UserError
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.train.distributed import process_group
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import (
     Processes,
     background_group,
@@ -28,7 +29,6 @@ from pipeline.train.distributed.process_group import (
     of_environment,
 )
 from pipeline.train.distributed.rank import is_consequence, read_error, record_error
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 from tests.train.distributed import ranks
 

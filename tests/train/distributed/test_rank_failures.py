@@ -16,9 +16,9 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import saving, trainer
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed import process_group
+from pipeline.train.loop import saving, trainer
 from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.train.distributed import ranks

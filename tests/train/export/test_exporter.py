@@ -21,7 +21,7 @@ from pipeline.train.export import exporter
 from pipeline.train.export.exporter import Exporter
 from pipeline.train.export.folders import ExportFolders
 from pipeline.train.huggingface.convert import to_hf
-from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.rules.layout import check_layout
 from pipeline.train.run.folder import RunFolder, read_metrics
 from tests import tiny
 from tests.train.runs import start, train

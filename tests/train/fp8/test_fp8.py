@@ -18,24 +18,24 @@ from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import Fp8Config, PrecisionConfig, RecomputeConfig
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.convert import check_fp8, use_fp8
 from pipeline.train.fp8.matrices import fp8_fraction, fp8_lines, fp8_matrices, gathers_fp8
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.decoder import Context, Decoder, ModelPart
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.compile import compiles
 from pipeline.train.parallel.footprint import footprint
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import parallelize
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.setup import Setup
-from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.plan import plan
 from pipeline.train.planning.traffic import bytes_by_axis
-from pipeline.train.setup import load_for_inference
+from pipeline.train.rules.layout import check_layout, layout_warnings
+from pipeline.train.start.setup import load_for_inference
 from tests import tiers
 from tests.train import one_process
 from tests.train.optim.averages import averages_differ
@@ -288,7 +288,7 @@ def test_checkpoints_do_not_know_of_fp8(root: Path, monkeypatch: pytest.MonkeyPa
 def test_nothing_is_imported_that_is_not_used() -> None:
     code = (
         "import sys; sys.modules['torchao'] = sys.modules['transformer_engine'] = None; "
-        "import pipeline.train.trainer, pipeline.train.planning.plan"
+        "import pipeline.train.loop.trainer, pipeline.train.planning.plan"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 

@@ -19,9 +19,9 @@ import torch
 from pipeline.config.load import load
 from pipeline.data.loading.heldout import sample
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import trainer
-from pipeline.train.open_run import open_heldout
+from pipeline.train.loop import trainer
 from pipeline.train.run.folder import read_metrics
+from pipeline.train.start.open_run import open_heldout
 from tests import tiny
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel.layouts import Probe, Tensors

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from pipeline.config.load import load
-from pipeline.train import setup
+from pipeline.train.distributed import cpu_affinity
+from pipeline.train.distributed.cpu_affinity import available, bind, cpu_ranges, far_from_gpu
 from pipeline.train.distributed.process_group import Processes
-from pipeline.train.host import cpu_affinity
-from pipeline.train.host.cpu_affinity import available, bind, cpu_ranges, far_from_gpu
 from pipeline.train.host.cpu_topology import cpu_set
+from pipeline.train.start import setup
 from tests import tiny
 from tests.train.distributed import ranks
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.train.host.cpu_affinity import cpu_ranges
+from pipeline.train.distributed.cpu_affinity import cpu_ranges
 from pipeline.train.host.cpu_topology import equal_sets
 from tests.train.host.test_cpu_affinity import machine
 

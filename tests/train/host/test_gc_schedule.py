@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.train import trainer
 from pipeline.train.host.gc_schedule import EVERY_STEPS, GcSchedule
-from pipeline.train.step import Stepper
+from pipeline.train.loop import trainer
+from pipeline.train.loop.step import Stepper
 from tests.train.runs import train
 from tests.train.test_step import batches, step_config, stepper
 

@@ -96,7 +96,7 @@ def test_what_a_run_exports_is_what_it_trained(root: Path, llama: Path, files: d
     assert tokenizer.eos_token_id == model.config.eos_token_id == model.generation_config.eos_token_id == 0
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape[1] <= ids.shape[1] + 4
     config = load(root / files["llama"], [f"run.dir={run}", FP32])
-    from pipeline.train.open_run import open_heldout
+    from pipeline.train.start.open_run import open_heldout
 
     nats = torch.zeros((), dtype=torch.float64)
     count = 0.0

@@ -14,7 +14,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.config import decoder_spec
-from pipeline.train.setup import check_has_weights
+from pipeline.train.start.setup import check_has_weights
 from tests import bounded
 
 LLAMA = {

@@ -27,7 +27,7 @@ from pipeline.train.model.mixers.mla.module import LatentAttention
 from pipeline.train.model.mixers.mla.spec import MlaSpec
 from pipeline.train.model.part_spec import CpTransfer, Reach
 from pipeline.train.model.states import KVCache
-from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.rules.layout import check_layout
 
 DIM, HEADS, LENGTH = 24, 3, 40
 TOLERANCE = 1e-5

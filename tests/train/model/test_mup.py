@@ -11,7 +11,7 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.checkpoint.fingerprint import model_fingerprint
-from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.rules.layout import check_layout
 from tests import tiers
 from tests.config.runfile import write
 

@@ -30,6 +30,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.matrices import fp8_matrices
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.huggingface.tensors import map_tensors
 from pipeline.train.model.config import MIXERS, MLPS, decoder_spec, layer_specs
@@ -44,9 +45,8 @@ from pipeline.train.model.parameter_spec import Matrix, Normal, Uniform, Vector
 from pipeline.train.model.part_spec import Division, LayerSpec, MixerSpec
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.model.states import MixerState
-from pipeline.train.parallel.rules.layout import check_layout
-from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.plan import plan
+from pipeline.train.rules.layout import check_layout
 from tests import tiers
 from tests.train.distributed import ranks
 from tests.train.distributed.ranks import Ranks

@@ -16,8 +16,8 @@ from pipeline.train.model.block import Block
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.recompute import Recompute
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
 from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS
+from pipeline.train.rules.layout import check_layout, layout_warnings
 from pipeline.train.run.folder import read_metrics
 from tests.train.runs import exact, start, train, weights_hash
 

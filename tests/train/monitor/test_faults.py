@@ -12,8 +12,8 @@ import orjson
 import pytest
 
 from pipeline.common import storage
-from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.loop import trainer
 from pipeline.train.run.folder import read_metrics
 from tests.train.poison import INF, poison
 from tests.train.runs import column, exact, start, train, weights_hash
@@ -193,7 +193,7 @@ def test_a_run_that_is_killed_after_a_rewind_still_passes_over_the_steps(root: P
     script = f"""
 import os, signal, sys
 import pytest
-from pipeline.train.step_metrics import StepMetrics
+from pipeline.train.loop.step_metrics import StepMetrics
 from tests.train.poison import poison
 poison(pytest.MonkeyPatch(), {{14: float("inf")}})
 original, calls = StepMetrics.passed_over, []

@@ -15,9 +15,9 @@ import pytest
 
 from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import JsonLines
-from pipeline.train.monitor.goodput import Goodput, goodput
 from pipeline.train.run.attempts import append_entry, attempts
 from pipeline.train.run.folder import open_run, read_metrics
+from pipeline.train.run.goodput import Goodput, goodput
 from tests import tiny
 
 PARTS = (

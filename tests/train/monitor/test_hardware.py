@@ -13,11 +13,11 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.distributed.rank import Processes
 from pipeline.train.host import nvidia_smi
+from pipeline.train.loop.step_metrics import StepMetrics
+from pipeline.train.loop.trainer import train
 from pipeline.train.monitor import hardware
 from pipeline.train.monitor.hardware import HardwareWatch, NodeCounters, Rise, read_rises, rises_text
 from pipeline.train.run.folder import RunFolder, read_metrics
-from pipeline.train.step_metrics import StepMetrics
-from pipeline.train.trainer import train
 from tests import tiny
 from tests.waiting import until
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from pipeline.config.model import EncoderConfig, ModelConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
@@ -19,7 +20,6 @@ from pipeline.train.monitor.layer_stats import Observer, largest_logits
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.step import Stepper
 from tests.train.one_process import config_of, setup_of
 from tests.train.runs import exact, train, weights_hash
 

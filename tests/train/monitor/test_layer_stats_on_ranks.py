@@ -11,8 +11,8 @@ import pytest
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import trainer
-from pipeline.train.parallel.layout import Layout
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.loop import trainer
 from pipeline.train.parallel.tested import Combination
 from pipeline.train.run.folder import read_metrics
 from tests import tiny

@@ -15,14 +15,14 @@ from tensorboard.summary.writer import event_file_writer
 from pipeline.common.storage import JsonLines, read_json_lines
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.train.loop.trainer import train
 from pipeline.train.monitor.loggers import retrying
 from pipeline.train.monitor.loggers.base import Logger, flat
 from pipeline.train.monitor.loggers.tensorboard import TensorBoard
 from pipeline.train.monitor.loggers.terminal import Terminal
 from pipeline.train.monitor.metrics import Metrics, peak_flops
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.run_log import long_on_cpu, long_step_on_cpu
-from pipeline.train.trainer import train
+from pipeline.train.start.run_log import long_on_cpu, long_step_on_cpu
 from tests import tiny
 from tests.clock import set_time
 

@@ -17,9 +17,9 @@ from pipeline.common.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.train import ProfileConfig
-from pipeline.train.monitor import trace_spans
+from pipeline.train.host import trace_spans
 from pipeline.train.monitor.profiler import Profile
-from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.rules.layout import check_layout
 from pipeline.train.run.folder import RunFolder, read_metrics
 from tests import tiers
 from tests.train.poison import INF, poison

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import trainer
 from pipeline.train.host.gc_schedule import GcSchedule
+from pipeline.train.loop import trainer
 from pipeline.train.monitor.profiler import Profile
 from tests import tiny
 from tests.train.distributed.ranks import Ranks

@@ -21,12 +21,12 @@ from pipeline.data.provenance.loss_file import LossFile, encode, losses, recorde
 from pipeline.data.provenance.loss_stream import LossView, TargetCounts
 from pipeline.data.provenance.losses import LossQuestion, answer_losses
 from pipeline.data.provenance.run import open_view
-from pipeline.train import trainer
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.fork import fork
+from pipeline.train.loop import trainer
 from pipeline.train.model.context import Context
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.setup import load_for_inference
+from pipeline.train.start.fork import fork
+from pipeline.train.start.setup import load_for_inference
 from tests import tiers, tiny
 from tests.train.distributed import ranks
 from tests.train.distributed.faulty import KILLED, Fault, Instant, Start

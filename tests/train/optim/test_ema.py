@@ -15,7 +15,7 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.perplexity import evaluate, read_report
 from pipeline.train.optim.ema import Ema
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
-from pipeline.train.setup import load_for_inference
+from pipeline.train.start.setup import load_for_inference
 from tests import tiny
 from tests.train.one_process import config_of, setup_of
 from tests.train.optim.averages import averages_differ, tensors

@@ -12,11 +12,11 @@ import torch
 
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import step, trainer
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.loop import step, trainer
 from pipeline.train.optim.ema import Ema
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.tested import Combination
-from pipeline.train.parallel.torch_compat.pipeline_stage import SPLITS_BACKWARD
+from pipeline.train.torch_compat.pipeline_stage import SPLITS_BACKWARD
 from tests import tiny
 from tests.train.distributed.ranks import Ranks
 from tests.train.optim.averages import averages_differ, tensors

@@ -27,7 +27,7 @@ from pipeline.train.optim.muon_owners import group_of, has_whole_experts
 from pipeline.train.optim.optimizers import Optimizers, _build, make_states
 from pipeline.train.optim.stochastic_rounding import Rounding
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
-from pipeline.train.parallel.torch_compat.core import guard_optimizer_step, local_shard, with_local
+from pipeline.train.torch_compat.core import guard_optimizer_step, local_shard, with_local
 from tests.train.distributed import ranks
 from tests.train.distributed.ranks import Ranks
 from tests.train.one_process import config_of, setup_of

@@ -22,7 +22,7 @@ from pipeline.train.optim.muon import orthogonalize
 from pipeline.train.optim.optimizers import Optimizers, make_states
 from pipeline.train.optim.stochastic_rounding import Rounding
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
-from pipeline.train.parallel.torch_compat.core import local_shard, with_local
+from pipeline.train.torch_compat.core import local_shard, with_local
 from tests import tiers
 from tests.train.one_process import config_of, setup_of
 from tests.train.runs import column, exact, start, train, weights_hash

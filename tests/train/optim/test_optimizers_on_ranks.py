@@ -16,14 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.train import trainer
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.loop import trainer
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.init import is_layer_matrix
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
 from pipeline.train.parallel.setup import set_up
-from pipeline.train.parallel.torch_compat.core import with_local
+from pipeline.train.torch_compat.core import with_local
 from tests.train.checkpoint.test_reshard import tensors_of
 from tests.train.distributed import ranks
 from tests.train.distributed.ranks import Ranks

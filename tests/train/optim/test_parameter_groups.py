@@ -15,14 +15,14 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.train.layout_check import check
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.parameter_groups import group_lines
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
-from pipeline.train.parallel.torch_compat.core import with_local
+from pipeline.train.rules.layout import check_layout, layout_warnings
+from pipeline.train.rules.layout_check import check
+from pipeline.train.torch_compat.core import with_local
 from tests.config.runfile import refused, write
 from tests.train.one_process import config_of, setup_of
 from tests.train.runs import column, start, train

@@ -23,16 +23,16 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.load import load
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import trainer
+from pipeline.train.distributed.layout import AXES
+from pipeline.train.loop import trainer
 from pipeline.train.model.init import local_range
 from pipeline.train.optim.gradients import Gradients
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import AXES
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.tested import Combination
-from pipeline.train.parallel.torch_compat.core import plain
-from pipeline.train.parallel.torch_compat.pipeline_stage import SPLITS_BACKWARD
 from pipeline.train.run.folder import read_metrics
+from pipeline.train.torch_compat.core import plain
+from pipeline.train.torch_compat.pipeline_stage import SPLITS_BACKWARD
 from tests import tiny
 from tests.train.distributed import ranks
 

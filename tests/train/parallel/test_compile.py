@@ -35,7 +35,7 @@ from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel import compile
 from pipeline.train.parallel.compile import check_compiler, choose_compiling, compile_layers, compiles
-from pipeline.train.parallel.torch_compat.compiler import close_torch_folder, keep_compiled_code_private
+from pipeline.train.torch_compat.compiler import close_torch_folder, keep_compiled_code_private
 from tests import tiers
 from tests.train.one_process import config_of
 from tests.train.runs import column, start, train

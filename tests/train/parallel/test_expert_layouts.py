@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.model.mlps.experts.routing import Routing
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.tested import OF_EXPERTS, Combination
 from tests import tiers

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from pipeline.train.rules.layout import check_layout, layout_warnings
 from tests.config.runfile import write
 
 MUON = "train.optimizer.type=muon"

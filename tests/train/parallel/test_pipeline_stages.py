@@ -14,7 +14,7 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.pipeline_stages import balance, compute_costs, rank_of, split_stages
-from pipeline.train.parallel.torch_compat.pipeline_stage import schedule_actions
+from pipeline.train.torch_compat.pipeline_stage import schedule_actions
 
 
 def _pipeline(**keys: Any) -> PipelineConfig:

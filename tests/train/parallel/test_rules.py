@@ -16,13 +16,13 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.parallel import ZERO_BUBBLE, ScheduleName
 from pipeline.data.order.phases import micro_batch_size, plan_journal
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.doc_tables import PAGES, page
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES
-from pipeline.train.parallel.rules.layout import RULES, WARNINGS, check_evaluation_layout, check_layout, layout_warnings
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import TESTED, LayoutKind, nearest_tested
-from pipeline.train.parallel.torch_compat import pipeline_stage
+from pipeline.train.rules.layout import RULES, WARNINGS, check_evaluation_layout, check_layout, layout_warnings
+from pipeline.train.torch_compat import pipeline_stage
 from tests.config.runfile import write
 
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.config.load import load
-from pipeline.train import trainer
-from pipeline.train.parallel.torch_compat.pipeline_stage import SPLITS_BACKWARD
+from pipeline.train.loop import trainer
+from pipeline.train.torch_compat.pipeline_stage import SPLITS_BACKWARD
 from tests.train.distributed import ranks
 from tests.train.parallel import layouts
 from tests.train.runs import column, exact, weights_hash

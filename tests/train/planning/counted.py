@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.load import load
-from pipeline.train import trainer
-from pipeline.train.step import Stepper, StepResult
+from pipeline.train.loop import trainer
+from pipeline.train.loop.step import Stepper, StepResult
 
 Counts = dict[tuple[str, str], tuple[int, int]]
 """(axis, operation) -> (calls, bytes): what a gather gives, what others are given."""

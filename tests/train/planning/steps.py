@@ -14,15 +14,15 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from pipeline.config import Config
 from pipeline.config.run import TimeLimitsConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed.layout import Layout, resolve
 from pipeline.train.distributed.process_group import init_process_group
+from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.optim.optimizers import Optimizers
-from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
-from pipeline.train.setup import ALONE
-from pipeline.train.step import Stepper
+from pipeline.train.start.setup import ALONE
 from tests.train.parallel.layouts import ENCODER_FAMILIES
 
 BASE: dict[str, Any] = {

@@ -15,8 +15,8 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.parallel.footprint import rank_footprints
-from pipeline.train.parallel.rules.layout import check_layout
 from pipeline.train.planning import fit
+from pipeline.train.rules.layout import check_layout
 from slurm.local import stages
 from tests import tiny
 

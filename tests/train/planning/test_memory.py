@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.loading.stream_shape import StreamShape
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import layer_parameters, muon_parameters, num_parameters
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
 from pipeline.train.model.part_spec import Reach
 from pipeline.train.parallel.footprint import checkpoint_bytes
-from pipeline.train.parallel.layout import Layout
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.planning import ledger
 from pipeline.train.planning import memory as planning

@@ -17,15 +17,15 @@ from pipeline.config.load import load
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.plan.build import Assumed, planned_journal
-from pipeline.train.layout_check import planned_spec
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.step_shapes import step_counts
-from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.exchange import _even
 from pipeline.train.planning.plan import RESERVE, plan
 from pipeline.train.planning.published import LEAST, MOST, PUBLISHED, TYPICAL
 from pipeline.train.planning.show import plan_lines
 from pipeline.train.planning.timing import StepSeconds
+from pipeline.train.rules.layout_check import planned_spec
 from slurm.forecast.command import device_of, processes_of
 from tests.config.runfile import write
 

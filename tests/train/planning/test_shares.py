@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pipeline.config.slurm import SiteConfig
+from pipeline.train.host import shares
+from pipeline.train.host.devices import DEVICES, Device, calibrated, device_of_driver, find_device
 from pipeline.train.model.flops import extra_flops, num_parameters
-from pipeline.train.planning import shares
 from pipeline.train.planning.bounds import least_seconds, micro_batch
-from pipeline.train.planning.devices import DEVICES, Device, calibrated, device_of_driver, find_device
 from pipeline.train.planning.plan import mean_mfu, plan
 from pipeline.train.planning.published import LEAST, MOST, TYPICAL
 from pipeline.train.planning.timing import assumptions, rank_parameters, step_time

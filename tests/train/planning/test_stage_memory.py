@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.train.parallel.layout import Layout
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.planning import activations, memory, stage_memory
 from pipeline.train.planning.stage_memory import KINDS, Shape, StageMemory, keep, read_kept
 from tests.train.planning.steps import case_config, of_case

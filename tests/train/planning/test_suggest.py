@@ -7,17 +7,17 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.train.layout_check import planned_spec
-from pipeline.train.parallel.layout import resolve
+from pipeline.train.distributed.layout import resolve
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.step_shapes import step_shapes
-from pipeline.train.parallel.torch_compat import pipeline_stage
 from pipeline.train.planning.bounds import least_bubble, least_bytes
 from pipeline.train.planning.candidates import candidates, differences, overridden
-from pipeline.train.planning.devices import DEVICES
 from pipeline.train.planning.memory import memory
 from pipeline.train.planning.plan import plan
 from pipeline.train.planning.suggest import as_arguments, suggest
+from pipeline.train.rules.layout_check import planned_spec
+from pipeline.train.torch_compat import pipeline_stage
 
 H100 = DEVICES["h100"]
 SMALL = (

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.layout_check import planned_spec
+from pipeline.train.distributed.layout import Layout, resolve
+from pipeline.train.host.devices import DEVICES, Device
 from pipeline.train.model.block import Block
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Context, Decoder
@@ -23,10 +24,8 @@ from pipeline.train.model.loss import Criterion
 from pipeline.train.model.mlps.experts.routing import Routing
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.footprint import end_parameters
-from pipeline.train.parallel.layout import Layout, resolve
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape, step_shapes
-from pipeline.train.planning.devices import DEVICES, Device
 from pipeline.train.planning.timing import (
     LINK_SHARE,
     StepTime,
@@ -36,6 +35,7 @@ from pipeline.train.planning.timing import (
     transfer_seconds,
 )
 from pipeline.train.planning.traffic import Transfer
+from pipeline.train.rules.layout_check import planned_spec
 from tests.config.runfile import write
 
 LLAMA_8B = "model={layers: 32, dim: 4096, heads: 32, kv_heads: 8, ffn_dim: 14336, vocab_size: 128256}"

@@ -11,11 +11,11 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.train.layout_check import planned_spec
-from pipeline.train.parallel.layout import resolve
+from pipeline.train.distributed.layout import resolve
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import run_stream, step_shapes
 from pipeline.train.planning.traffic import Transfer, bytes_by_axis, stage_traffic
+from pipeline.train.rules.layout_check import planned_spec
 from tests.train.distributed import ranks
 from tests.train.parallel import layouts
 from tests.train.planning.counted import Counts, count

@@ -21,8 +21,6 @@ from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import JsonLines, json_lines_backwards
 from pipeline.common.versions import code_hash, versions
 from pipeline.config.load import load
-from pipeline.train import open_run as train_start
-from pipeline.train.open_run import _what_is_tried
 from pipeline.train.run.attempts import (
     attempts,
     correct_end,
@@ -32,6 +30,8 @@ from pipeline.train.run.attempts import (
 )
 from pipeline.train.run.folder import open_run
 from pipeline.train.run.heartbeat import beat_file
+from pipeline.train.start import open_run as train_start
+from pipeline.train.start.open_run import _what_is_tried
 from slurm.local.stage_ledger import Ledger
 from tests import tiny
 from tests.train.runs import column, exact, start, train
@@ -295,7 +295,7 @@ def test_a_run_that_dies_again_and_again_at_a_step_is_refused_and_goes_on_when_i
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 5 raises each time; step 3 was saved."""
-    from pipeline.train.step import Stepper
+    from pipeline.train.loop.step import Stepper
 
     original = Stepper.step
 
@@ -332,9 +332,9 @@ def test_a_process_that_is_killed_at_the_same_step_again_and_again_is_refused(ro
         "import os, signal, sys\n"
         "class Finder:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
-        "        if name == 'pipeline.train.trainer':\n"
+        "        if name == 'pipeline.train.loop.trainer':\n"
         "            sys.meta_path.remove(self)\n"
-        "            from pipeline.train.step import Stepper\n"
+        "            from pipeline.train.loop.step import Stepper\n"
         "            original = Stepper.step\n"
         "            def step(self, *arguments, **more):\n"
         "                if more['step'] == 5:\n"

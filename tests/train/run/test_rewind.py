@@ -11,7 +11,7 @@ import pytest
 from pipeline.common import storage
 from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train import trainer
+from pipeline.train.loop import trainer
 from tests import tiny
 from tests.train.distributed import ranks
 from tests.train.poison import INF, poison

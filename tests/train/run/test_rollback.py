@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.policy import saves_lost
-from pipeline.train.run.rollback import saves_on_line
+from pipeline.train.checkpoint.rollback import saves_on_line
 from tests import tiny
 from tests.train.runs import start, train
 

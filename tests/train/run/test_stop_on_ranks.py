@@ -79,8 +79,8 @@ def _train_with_a_straggler(file: Path, seconds: float) -> str:
 
     from rich.console import Console
 
-    from pipeline.train import trainer
-    from pipeline.train.step import Stepper
+    from pipeline.train.loop import trainer
+    from pipeline.train.loop.step import Stepper
 
     if os.environ["RANK"] == "1":
         step = Stepper.step

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from pipeline.common.errors import Stopped
 from pipeline.config.load import load
-from pipeline.train import trainer
+from pipeline.train.loop import trainer
 from pipeline.train.run.stop_requests import Requests, StopRequest
 from slurm.local.stages import _terminate_stops
 from tests.clock import set_time

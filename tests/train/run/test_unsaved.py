@@ -12,9 +12,9 @@ import orjson
 import pytest
 
 from pipeline.common.errors import MachineError
-from pipeline.train import saving, trainer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.loop import saving, trainer
 from pipeline.train.run import unsaved
 from pipeline.train.run.folder import RunFolder, read_metrics
 from pipeline.train.run.unsaved import Saves, Unsaved, read_saves, too_late

@@ -22,7 +22,7 @@ from pipeline.config.load import load_run, no_run_folder
 from pipeline.eval.report.gather import TRACES, RunReader, refuse_twice, under_names
 from pipeline.eval.report.page import page
 from pipeline.eval.report.state import State
-from pipeline.train.monitor.goodput import is_step, number
+from pipeline.train.run.goodput import is_step, number
 
 LOOK_SECONDS = 1.0
 """Files are not looked at again before."""

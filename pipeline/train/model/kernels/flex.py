@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Terms
-from pipeline.train.parallel.torch_compat.compiler import keep_compiled_code_private, lift_recompile_limits
+from pipeline.train.torch_compat.compiler import keep_compiled_code_private, lift_recompile_limits
 
 
 class Flex:

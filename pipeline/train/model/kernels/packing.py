@@ -11,9 +11,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from pipeline.train.host.host_copy import to_device
 from pipeline.train.model.kernels.attention_mask import AttentionMask
-from pipeline.train.monitor.host_copy import to_device
-from pipeline.train.parallel.torch_compat.compiler import vary_length
+from pipeline.train.torch_compat.compiler import vary_length
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor
 from pipeline.train.model.kernels import capped
 from pipeline.train.model.kernels.attention_mask import AttentionMask, DocumentSpan, Terms
 from pipeline.train.model.kernels.heads import equal_heads
-from pipeline.train.parallel.torch_compat.compiler import vary_length
+from pipeline.train.torch_compat.compiler import vary_length
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.recurrence.chunks import Chunks
-from pipeline.train.parallel.torch_compat.core import own_part
+from pipeline.train.torch_compat.core import own_part
 
 
 class RecurrentState:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from example_plugins.short_conv import ShortConvSpec
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.states import MixerState
-from pipeline.train.parallel.torch_compat.core import own_part
+from pipeline.train.torch_compat.core import own_part
 
 
 class Tail:

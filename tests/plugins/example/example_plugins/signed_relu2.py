@@ -18,7 +18,7 @@ from pipeline.config.layers.layer import LayerConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.parameter_spec import Matrix, Normal, Vector
 from pipeline.train.model.part_spec import Division, LayerPartSpec
-from pipeline.train.parallel.torch_compat.core import own_part
+from pipeline.train.torch_compat.core import own_part
 
 
 class SignedRelu2Options(Section):

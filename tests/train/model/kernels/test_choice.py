@@ -21,7 +21,7 @@ from pipeline.config.train import AttentionConfig, TrainConfig
 from pipeline.train.model.kernels.choice import DeviceCaps, KernelRequirements, choose, choose_on
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.part_spec import KernelUse, Reach
-from pipeline.train.parallel.rules.layout import check_layout, layout_warnings
+from pipeline.train.rules.layout import check_layout, layout_warnings
 from tests.train.runs import start
 
 STEPS = {"duration": "1 steps", "sequence_length": 8, "batch_size": 1}

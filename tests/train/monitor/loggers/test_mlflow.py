@@ -19,7 +19,7 @@ from pipeline.common.storage import read_json_lines
 from pipeline.config.load import load
 from pipeline.config.trackers import MlflowConfig
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.fork import fork
+from pipeline.train.loop.trainer import train
 from pipeline.train.monitor.loggers import background
 from pipeline.train.monitor.loggers.background import BackgroundLogger
 from pipeline.train.monitor.loggers.base import RunInfo, flat
@@ -27,7 +27,7 @@ from pipeline.train.monitor.loggers.json_lines import MetricsFile
 from pipeline.train.monitor.loggers.mlflow import MlflowLogger
 from pipeline.train.monitor.metrics import Metrics
 from pipeline.train.run.folder import read_metrics
-from pipeline.train.trainer import train
+from pipeline.train.start.fork import fork
 from tests import tiny
 from tests.train.distributed.faulty import KILLED, Fault, Instant, Start
 from tests.train.monitor.loggers.mlflow_server import MlflowServer

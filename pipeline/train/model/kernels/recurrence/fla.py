@@ -25,7 +25,7 @@ from torch import Tensor
 from pipeline.common.errors import UserError, install_extra
 from pipeline.train.model.kernels.recurrence.base import RecurrentKernels
 from pipeline.train.model.kernels.recurrence.chunks import Chunks
-from pipeline.train.parallel.torch_compat.core import recorded_by_autograd
+from pipeline.train.torch_compat.core import recorded_by_autograd
 
 
 def load() -> RecurrentKernels:

@@ -12,7 +12,7 @@ from pipeline.train.model.context import LayerContext
 from pipeline.train.model.mixers.attend import attend_to_states, attention_of_pieces
 from pipeline.train.model.mixers.attention.module import Attention
 from pipeline.train.model.states import EncoderCache
-from pipeline.train.parallel.torch_compat.core import own_part
+from pipeline.train.torch_compat.core import own_part
 
 
 class CrossAttention(Attention):

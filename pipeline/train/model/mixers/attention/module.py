@@ -16,7 +16,7 @@ from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.positions.rope import apply_rope
 from pipeline.train.model.states import KVCache, MixerState
-from pipeline.train.parallel.torch_compat.core import own_part
+from pipeline.train.torch_compat.core import own_part
 
 
 class Attention(nn.Module):

@@ -19,7 +19,7 @@ from pipeline.train.model.mixers.recurrence import Convolution, RecurrentState, 
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.norm import build_norm
 from pipeline.train.model.states import MixerState
-from pipeline.train.parallel.torch_compat.core import own_part
+from pipeline.train.torch_compat.core import own_part
 
 _EPS = 1e-6
 """Added to the sum of squares of a query or key head."""

@@ -19,7 +19,7 @@ from pipeline.train.model.mixers.recurrence import Convolution, RecurrentState, 
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.norm import GroupedRMSNorm
 from pipeline.train.model.states import MixerState
-from pipeline.train.parallel.torch_compat.core import own_part
+from pipeline.train.torch_compat.core import own_part
 
 
 class Mamba2(nn.Module):

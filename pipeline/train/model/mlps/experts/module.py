@@ -22,8 +22,8 @@ from pipeline.train.model.mlps.experts.router import Choice, Router
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.recompute import Recompute
-from pipeline.train.parallel.torch_compat.compiler import vary_length
-from pipeline.train.parallel.torch_compat.core import own_part
+from pipeline.train.torch_compat.compiler import vary_length
+from pipeline.train.torch_compat.core import own_part
 
 
 class Chosen(NamedTuple):

@@ -15,7 +15,7 @@ from pipeline.train.model.kernels.choice import DeviceCaps
 from pipeline.train.model.kernels.recurrence import choice as recurrent_choice
 from pipeline.train.model.kernels.recurrence.base import PLAIN
 from pipeline.train.model.kernels.recurrence.choice import choose_recurrent, choose_recurrent_on
-from pipeline.train.parallel.rules.layout import check_layout
+from pipeline.train.rules.layout import check_layout
 
 GPU = DeviceCaps("cuda", (9, 0), fla=True)
 CPU, BARE = DeviceCaps("cpu"), DeviceCaps("cuda", (9, 0))

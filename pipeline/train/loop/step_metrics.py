@@ -1,0 +1,185 @@
+"""Rows of metrics.jsonl about steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.common.console import Console, warn
+from pipeline.common.run_files import RunFiles
+from pipeline.config import Config
+from pipeline.data.loading.batch import StepData
+from pipeline.data.loading.loader import Loader
+from pipeline.data.loading.stream_shape import StreamShape
+from pipeline.data.order.segments import Segment
+from pipeline.train.distributed import process_group
+from pipeline.train.loop.step import StepResult
+from pipeline.train.model.flops import flops_per_token
+from pipeline.train.monitor.hardware import HardwareWatch, rises_text
+from pipeline.train.monitor.imbalance import Imbalance
+from pipeline.train.monitor.memory import memory_used
+from pipeline.train.monitor.metrics import peak_flops
+from pipeline.train.monitor.straggler import Stragglers, WallClock, WorkClock, summary
+from pipeline.train.parallel.setup import Setup
+from pipeline.train.run.folder import RunFolder
+from pipeline.train.run.heartbeat import host_of
+
+
+@dataclass
+class Issued:
+    """A step between its data and its numbers."""
+
+    data: StepData
+    segment: Segment
+    """Segment of the journal."""
+    stream: StreamShape
+    """What the objective makes of a window."""
+    begin: float
+    """Time at which its data were asked for, by `time.monotonic`."""
+    waited: float
+    """Seconds until they were there."""
+    lr: float = 0.0
+    result: Callable[[], StepResult] | None = None
+    """Waits for the numbers; None where nothing is computed."""
+
+    @property
+    def passed_over(self) -> bool:
+        """Nothing of it is trained on: nothing is computed and nothing changes."""
+        return self.data.skipped or not self.data.valid_targets
+
+
+class StepMetrics:
+    """Rows of metrics, and the clocks that they need.
+
+    Args:
+        config: resolved config.
+        setup: of the run.
+        folder: of the run.
+        console: where rank 0 tells of a rank that keeps the others waiting, and of experts that stay unevenly used.
+        stopped: seconds in which this process was stopped so far.
+    """
+
+    def __init__(
+        self, config: Config, setup: Setup, folder: RunFolder, console: Console, stopped: Callable[[], float]
+    ) -> None:
+        self._spec, self._folder, self._console = setup.spec, folder, console
+        self._stragglers = Stragglers(lambda rank: host_of(folder.path, rank))
+        routers = {index: layer.router for index, layer in setup.spec.expert_layers.items()}
+        self._imbalance = Imbalance(config.train.balance, routers)
+        self.hardware = HardwareWatch(folder, process_group.of_environment(), config.train.metrics.hardware_seconds)
+        peak = peak_flops(setup.device, config.train.precision.compute)
+        self._device = setup.device
+        self._peak = None if peak is None else peak * setup.mesh.layout.world_size
+        self.work = WorkClock()
+        self.wall = WallClock(stopped)
+        """Since the last step, validation or save ended."""
+
+    def start(self) -> None:
+        """Begin to count: building and loading were no step."""
+        self.wall.take()
+        self.wall.suspended()
+        self.work.take()
+
+    def head(self, step: int) -> dict[str, Any]:
+        """The keys of every row; `step` from 1."""
+        return {"step": step, "attempt": self._folder.attempt, "time": time.time()}
+
+    def passed_over(self, loader: Loader, issued: Issued) -> dict[str, Any]:
+        """Row of a step of which nothing is trained on; it takes no time."""
+        self.wall.take()
+        return {**self.head(issued.data.step + 1), **place(loader, issued.data), "passed_over": True}
+
+    def trained(self, loader: Loader, issued: Issued, result: StepResult) -> dict[str, Any]:
+        """Row of a step, with what it computed, on the host."""
+        step, values = issued.data.step + 1, numbers(result, loader.names)
+        # The device has done the step by now: a step lasts from the end of the one before to its own.
+        seconds = self.wall.take()
+        if "work" in values and (warning := self._stragglers.see(step, values["work"], seconds)):
+            warn(self._console, warning)
+        if "experts" in values and (warning := self._imbalance.see(step, values["experts"])):
+            warn(self._console, warning)
+        if rises := self.hardware.take():
+            if grave := [rise for rise in rises if not rise.minor]:
+                warn(self._console, f"hardware errors: {rises_text(grave)}; see {RunFiles(self._folder.path).hardware}")
+            values["hardware_errors"] = sum(rise.by for rise in grave)
+            values["hardware_corrected"] = sum(rise.by for rise in rises if rise.minor)
+        tokens, stream = sum(issued.data.tokens_by_source.values()), issued.stream
+        flops, causal_flops = (flops_per_token(self._spec, stream, causal=causal) for causal in (False, True))
+        return {
+            **self.head(step),
+            **place(loader, issued.data),
+            **values,
+            "lr": issued.lr,
+            "data_wait": issued.waited,
+            **speed(tokens, seconds, flops, causal_flops, self._peak),
+            **self.wall.suspended(),
+            "memory": memory_used(self._device),
+        }
+
+
+def place(loader: Loader, data: StepData) -> dict[str, Any]:
+    """Place of a step in the run and its data; also of one that is skipped."""
+    step = data.step + 1
+    return {
+        "tokens": loader.journal.tokens(step),
+        "tokens_by_source": loader.tokens_by_source(step),
+        "epochs_by_source": loader.epochs_by_source(step),
+        "order_hash": f"{data.order_hash:016x}",
+    }
+
+
+def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
+    """Metrics that a step computed.
+
+    Args:
+        result: of the step, on the host.
+        names: of the sources, in the order of its sums.
+    """
+    nats, targets = result.nats.tolist(), result.targets.tolist()
+    spike = bool(result.spike.item())
+    values = {
+        "loss": sum(nats) / max(1.0, sum(targets)),
+        "loss_by_source": {name: nats[k] / targets[k] for k, name in enumerate(names) if targets[k]},
+        "grad_norm": result.grad_norm.item(),
+        "skipped": spike or not result.finite.item(),
+        "data_hash": f"{result.data_hash():016x}",
+    }
+    if result.weighted is not None:
+        values["weighted_loss"] = result.weighted.item()
+    if result.of_depths is not None:
+        of_depths = result.of_depths.tolist()
+        values["mtp_loss"] = sum(of_depths) / len(of_depths)
+        values["mtp_loss_by_depth"] = {str(depth): loss for depth, loss in enumerate(of_depths, 1)}
+    if result.zscores is not None:
+        values["spike"] = spike
+        zscores = zip(("loss_zscore", "grad_norm_zscore"), result.zscores.tolist(), strict=True)
+        values |= {name: zscore for name, zscore in zscores if math.isfinite(zscore)}
+    if len(works := result.work.tolist()) > 1:
+        values["work"] = summary(works)
+    if result.observed is not None:
+        values |= result.observed()
+    if result.routing is not None:
+        values |= result.routing()
+    if result.loss_scale is not None:
+        values["loss_scale"] = result.loss_scale.item()
+    return values
+
+
+def speed(tokens: int, seconds: float, flops: float, causal_flops: float, peak: float | None) -> dict[str, float]:
+    """Speed of a step.
+
+    Args:
+        tokens: targets of the step, over all ranks.
+        seconds: that it lasted.
+        flops: of a token, attention counted whole.
+        causal_flops: the same, attention counted half.
+        peak: FLOP/s of all devices; None where it is not known.
+    """
+    rate = tokens / seconds
+    values = {"tokens_per_second": rate, "step_seconds": seconds, "model_flops_per_second": rate * flops}
+    if peak is not None:
+        values |= {"mfu": rate * flops / peak, "mfu_causal": rate * causal_flops / peak}
+    return values

@@ -1,0 +1,19 @@
+"""The request to go back to a checkpoint."""
+
+from __future__ import annotations
+
+
+class Rewind(Exception):
+    """The run goes back to a checkpoint. Every rank raises it after the same step.
+
+    Args:
+        before: the checkpoint must not be of a later step.
+        skip: steps [first, end), counted from 0, that are skipped then.
+        reason: in words.
+    """
+
+    def __init__(self, before: int, skip: tuple[int, int], reason: str) -> None:
+        super().__init__(reason)
+        self.before = before
+        self.skip = skip
+        self.reason = reason
