@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
+import pipeline
 from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.config.load import load
@@ -257,7 +258,7 @@ def test_nothing_to_go_on_from_is_an_error_where_it_was_asked_for(root: Path) ->
 
 def test_versions_have_the_revision_of_a_checkout() -> None:
     found = versions()
-    top = Path(resume.__file__).parents[2]
+    top = Path(pipeline.__file__).parents[1]
     asked = subprocess.run(["git", "-C", str(top), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     if (top / ".git").exists() and asked.returncode == 0:
         assert found["git"]["revision"] == asked.stdout.strip()
@@ -270,7 +271,7 @@ def test_versions_have_the_revision_of_a_checkout() -> None:
 @pytest.mark.guard
 def test_an_installed_package_below_another_checkout_has_no_revision(tmp_path: Path) -> None:
     package = tmp_path / "venv" / "lib" / "pipeline"
-    shutil.copytree(Path(resume.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(Path(pipeline.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     script = "from pipeline.common.versions import versions; import json; print(json.dumps(versions()))"
     done = subprocess.run(
