@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import Config
 from pipeline.train.model.decoder import Decoder
 from pipeline.train.model.init import lr_scale, stack_of, takes_muon
-from pipeline.train.model.parameter_groups import group_lr_scale, weight_decay
 from pipeline.train.optim.bf16_adamw import Bf16AdamW
 from pipeline.train.optim.muon import Muon
 from pipeline.train.optim.muon_owners import group_of
+from pipeline.train.optim.parameter_groups import group_lr_scale, weight_decay
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.torch_compat.core import guard_optimizer_step
 

@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.common.format import counted, duration, first_and_last, gib, percent, size, spans
 from pipeline.train.host.devices import Device
 from pipeline.train.model.flops import num_parameters
-from pipeline.train.model.parameter_groups import group_lines
+from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.experts import expert_json, expert_lines

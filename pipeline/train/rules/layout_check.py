@@ -16,8 +16,8 @@ from pipeline.train.distributed.layout import Layout, fixed_processes
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import active_parameters, num_parameters
-from pipeline.train.model.parameter_groups import group_lines
 from pipeline.train.monitor.phase_log import loss_weight_lines
+from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.footprint import Footprint, end_parameters, layer_sizes, rank_footprints
 from pipeline.train.parallel.pipeline_schedules import Play, play
 from pipeline.train.parallel.pipeline_stages import Stage, compute_costs, split_stages

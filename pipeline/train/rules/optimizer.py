@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pipeline.config import Config
 from pipeline.config.train import MuonConfig
 from pipeline.train.distributed.layout import Layout
-from pipeline.train.model.parameter_groups import empty_groups, unmatched_patterns
+from pipeline.train.optim.parameter_groups import empty_groups, unmatched_patterns
 from pipeline.train.rules.base import Rule, spec_of
 
 

@@ -15,8 +15,8 @@ from pipeline.data.provenance.loss_file import losses_bytes
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.host.cpu_matmul import slow_bf16
 from pipeline.train.model.flops import active_parameters, num_parameters
-from pipeline.train.model.parameter_groups import group_lines
 from pipeline.train.monitor.phase_log import describe_change, describe_run, loss_weight_lines
+from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.start.run_plan import RunPlan
 from pipeline.train.start.setup import threads_of_shell

@@ -17,8 +17,8 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
-from pipeline.train.model.parameter_groups import group_lines
 from pipeline.train.optim.optimizers import Optimizers
+from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.parallelize import ParallelModel, build_model
 from pipeline.train.rules.layout import check_layout, layout_warnings
 from pipeline.train.rules.layout_check import check
