@@ -26,8 +26,6 @@ _KILLED = "batch killed"
 Next = Literal["done", "relaunch", "requeue", "next link", "scheduler", "end"]
 """The next action: none, since all is done; another launch in the same job; the job again; the next job of the chain;
 what the scheduler decides (it ended the job); nothing, for the reason that is given."""
-NEXT_JOB = "next job"
-"""The words for `next link`, which is the name in files."""
 LAST: tuple[Next, ...] = ("done", "end", "next link")
 """Values of `next` after which nothing comes of the job."""
 
@@ -95,8 +93,8 @@ class Launch:
 
 
 def next_words(following: str) -> str:
-    """Words for what follows on an end."""
-    return NEXT_JOB if following == "next link" else following
+    """Words for what follows on an end; `next link` is the name in files."""
+    return "next job" if following == "next link" else following
 
 
 def begin(run: Path, stage: Stage, job: str, **values: Any) -> Launch:

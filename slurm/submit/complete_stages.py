@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from rich.console import Console
@@ -31,17 +31,20 @@ def missing_stages(
         console: where to.
         so: what follows for a stage that is complete.
     """
+    from pipeline.data.curate.stage import is_complete as is_curated
+    from pipeline.data.preprocess.stage import is_complete as is_preprocessed
+
     if len(stages) == 1:
         return list(stages)
     missing = list(stages)
     if "preprocess" in missing:
-        if not _is_preprocessed(config):
+        if not _is_sure(is_preprocessed, config):
             return missing
         say(console, f"preprocess: complete, {so}")
         missing.remove("preprocess")
     # Where decisions apply, preprocessing is complete only by those of the run.
     applies = config.data.curate is not None and config.data.curate.mode == "apply"
-    if "curate" in missing and (applies or _is_curated(config)):
+    if "curate" in missing and (applies or _is_sure(is_curated, config)):
         say(console, f"curate: complete, {so}")
         missing.remove("curate")
     if "train" in missing:
@@ -56,19 +59,8 @@ def missing_stages(
     return missing
 
 
-def _is_preprocessed(config: Config) -> bool:
-    """True if preprocessing would find nothing to do; of what it would refuse, the checks or its job report."""
-    from pipeline.data.preprocess.stage import is_complete
-
-    with suppress(UserError, OSError):
-        return is_complete(config)
-    return False
-
-
-def _is_curated(config: Config) -> bool:
-    """True if curation would find nothing to do."""
-    from pipeline.data.curate.stage import is_complete
-
+def _is_sure(is_complete: Callable[[Config], bool], config: Config) -> bool:
+    """True if a stage would find nothing to do; of what it would refuse, the checks or its job report."""
     with suppress(UserError, OSError):
         return is_complete(config)
     return False

@@ -40,7 +40,7 @@ from pipeline.data.curate.passes.names import CONTAMINATION_PASS, DECIDE, EXCERP
 from pipeline.data.curate.rules.base import DocumentRule
 from pipeline.data.curate.rules.of_run import compared_rules, local_rules
 from pipeline.data.curate.scope import Chunk, Scope
-from pipeline.data.curate.verdicts import read_curation
+from pipeline.data.curate.verdicts import Curation, find_curation, read_curation
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.work.passes import Pass
@@ -121,6 +121,11 @@ class ScopePlan:
     def decide_hash(self, number: int) -> str:
         """Hash of `decide_settings`, which names the folder of decisions."""
         return value_hash(self.decide_settings(number))
+
+    def active(self, number: int) -> Curation | None:
+        """The active decisions about a source, if they are by these settings."""
+        found = find_curation(self.plans[number].folder)
+        return found if found is not None and found.about["decide_hash"] == self.decide_hash(number) else None
 
     def decisions(self, number: int) -> Path:
         """Folder of the decisions about a source."""

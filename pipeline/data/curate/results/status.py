@@ -106,9 +106,7 @@ def _print_passes(console: Console, config: Config, measured: set[str]) -> bool:
         scopes: list[ScopePasses] = []
         for scope in make_scopes(config, plans) if len(of_run) == len(measured) and of_run else ():
             receipts = [Receipts(plan.folder) for plan in scope.plans]
-            for number, plan in enumerate(scope.plans):
-                active = find_curation(plan.folder)
-                complete &= active is not None and active.about["decide_hash"] == scope.decide_hash(number)
+            complete &= all(scope.active(number) is not None for number in range(len(scope.plans)))
             scopes.append(ScopePasses(scope, receipts, Measuring(config, of_run, "python"), _read_nothing))
             _print_scope(console, scopes[-1])
         if counts_across(config, scopes) and across_folder(config).is_dir():
