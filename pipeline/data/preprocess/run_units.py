@@ -78,7 +78,7 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
 
     def prepare(self, jobs: Sequence[UnitJob]) -> Sequence[UnitJob]:
         """Choose the engine, opened in the context of the workers."""
-        context, rejected = self._context, set(read_rejected_engines(self._context.rejected_engines))
+        context, rejected = self._context, set(read_rejected_engines(self._context.rejected_engines_file))
         cache = cache_folder() / "engines"
         choice = choose_engine(self._engine_setting, context.tokenizer, cache, rejected, context.engine)
         say(self._console, f"engine: {choice.name} ({choice.why})")
@@ -99,7 +99,7 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         return super().concerns_all(error) or isinstance(error, EngineDiffers | EngineRejected)
 
     def _reject_engine(self, evidence: str) -> None:
-        path = self._context.rejected_engines
+        path = self._context.rejected_engines_file
         storage.put_json(path, read_rejected_engines(path) | {self._engine: evidence})
         self.engine_is_rejected = True
         say(self._console, f"{evidence}; all output of {self._engine} is made again with another engine")

@@ -196,7 +196,7 @@ class _Stage:
         return failure("unit", sources, failed, f"Without them {sources} cannot be finished")
 
     def _rejected_engines(self) -> dict[str, str]:
-        return read_rejected_engines(self._context.rejected_engines)
+        return read_rejected_engines(self._context.rejected_engines_file)
 
     def _finish(self, plan: SourcePlan) -> SourceReport:
         state = self._states[plan.found.source.name]

@@ -104,7 +104,7 @@ class WorkerContext(WorkerState):
 
     def __init__(self, folder: Path, verify_rate: float, tokenizer: Tokenizer | None = None) -> None:
         self.verify_rate = verify_rate
-        self.rejected_engines = folder / REJECTED_ENGINES_FILE
+        self.rejected_engines_file = folder / REJECTED_ENGINES_FILE
         self._folder = folder
         self._tokenizer = tokenizer
         self._engines: dict[EngineName, Engine] = {}
@@ -192,10 +192,9 @@ class _TokenizedUnit(ChunkedUnit):
         self._job = job
         self._source = job.source
         self._context = context
-        self._engine = context.engine(job.engine)
 
     def run(self) -> UnitDone:
-        self._rejected_engines = read_rejected_engines(self._context.rejected_engines)
+        self._rejected_engines = read_rejected_engines(self._context.rejected_engines_file)
         return super().run()
 
     def _is_valid(self, receipt: Any, start: Position) -> bool:
@@ -239,7 +238,7 @@ class _TokenizedChunk(OpenChunk):
         self._source = source
         self._unit = unit
         self._chunk = chunk
-        self._rejected_engines = context.rejected_engines
+        self._rejected_engines_file = context.rejected_engines_file
         self._tokenizer = tokenizer
         self._engine = context.engine(job.engine)
         self._is_reference = job.engine == "tokenizers"
@@ -306,13 +305,13 @@ class _TokenizedChunk(OpenChunk):
         }
 
     def _refuse_rejected_engine(self) -> None:
-        if self._engine.name in read_rejected_engines(self._rejected_engines):
+        if self._engine.name in read_rejected_engines(self._rejected_engines_file):
             raise EngineRejected(self._engine.name)
 
     def _earlier_receipt(self, input_hash: str) -> Any:
         """The receipt of the same chunk and input: some of its files are gone, or another process was faster."""
         other = read_receipt(self._source.folder, self._unit.index, self._chunk)
-        if other is None or other["engine"] in read_rejected_engines(self._rejected_engines):
+        if other is None or other["engine"] in read_rejected_engines(self._rejected_engines_file):
             return None
         same = (other["config_hash"], other["input"]["hash"]) == (self._source.hash_of(self._unit.index), input_hash)
         return other if same else None

@@ -19,7 +19,7 @@ Receipt = dict[str, Any]
 
 
 class JobResult(Protocol):
-    """JobResult of a job."""
+    """Result of a job."""
 
     @property
     def made(self) -> int:
@@ -127,8 +127,8 @@ def make_worker(shared: Any, leased: bool) -> Callable[[StageJob[R], Progress], 
 class JobDone:
     """A job has a receipt."""
 
-    receipt: Receipt
     made: int = 1
+    """0 if it was found."""
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,16 @@ class ReceiptJob(ABC):
 
     def run(self, shared: Any, progress: Progress) -> JobDone:
         """Find the receipt, or make it."""
-        found = self.find()
-        return JobDone(self.make(shared, progress)) if found is None else JobDone(found, 0)
+        if self.find() is not None:
+            return JobDone(0)
+        self.make(shared, progress)
+        return JobDone()
 
     def run_unleased(self, shared: Any, progress: Progress, refusal: OSError) -> JobDone:
         """Find the receipt."""
-        if (found := self.find()) is None:
+        if self.find() is None:
             raise refusal
-        return JobDone(found, 0)
+        return JobDone(0)
 
     def find(self) -> Receipt | None:
         """The receipt, if it is of the same inputs and its files are there."""
