@@ -25,7 +25,7 @@ FORMAT_VERSION = 2
 WEIGHTED_VERSION = 3
 """Of a dataset whose documents have loss weights: earlier programs, which would leave them out, refuse it."""
 FEATURES_VERSION = 4
-"""Of a dataset that lists its features: what a reader has to know besides ids, each with a file beside `.bin`."""
+"""Format of datasets that list their features: what readers have to know besides ids, each a file beside `.bin`."""
 WEIGHTS = "weights"
 _FEATURES = (WEIGHTS,)
 """Features that this program knows."""

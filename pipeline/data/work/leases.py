@@ -431,7 +431,7 @@ class WorkerProgress:
         what: unit, or the name of other work.
         began: when it began with its first unit, by its clock.
         since: when it took this lease, by its clock.
-        beat_s: seconds since its last sign of life.
+        beat_s: seconds since its last heartbeat.
         done: bytes of the unit's files that it has done.
         state: `works`, `silent` (on another machine, for long), `stopped` (by SIGSTOP) or `gone`.
     """

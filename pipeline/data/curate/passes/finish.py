@@ -31,7 +31,7 @@ class SourceCuration:
     rejected: int = 0
     kept: int = 0
     bytes: int = 0
-    """Of the text of all documents."""
+    """Bytes of text of all documents."""
     kept_bytes: int = 0
     lines: int = 0
     """Removed lines of kept documents."""
