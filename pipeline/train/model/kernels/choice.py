@@ -305,7 +305,7 @@ def unknown_term(backend: str, need: KernelRequirements) -> str | None:
 
 
 def _flash_version(need: KernelRequirements, machine: DeviceCaps) -> int | None:
-    """Version of flash-attn that is installed, that for Hopper first; None: there is none."""
+    """Version of flash-attn for a need: that for Hopper, then the one in use for years; None: there is none."""
     for version in (3, 2, 4):
         if version not in machine.flash or machine.capability[0] not in _CARDS[version]:
             continue
