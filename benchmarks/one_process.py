@@ -48,4 +48,4 @@ def stepper_of(
     init_process_group(ranks, device, config.launch.time_limits)
     setup = set_up(config, vocabulary, device)
     built = build_model(config, setup)
-    return Stepper(config, setup, built, Optimizers(config, built), sources=1)
+    return Stepper(config, setup, built, Optimizers(config, built), sources=["text"])

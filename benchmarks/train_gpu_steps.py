@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.common.versions import versions
 from pipeline.config import Config
 from pipeline.config.model import InitConfig
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.distributed import process_group
 from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import DecoderSpec
@@ -117,16 +117,16 @@ def ours(place: Place, steps: list[list[Batch]]) -> tuple[Step, dict[str, Any]]:
     # The weights of a run follow from the seed on any layout, which takes minutes for billions of them on one process.
     with mock.patch("pipeline.train.parallel.parallelize.init_weights", _draw_all):
         model = build_model(config, place.setup)
-    stepper = Stepper(config, place.setup, model, Optimizers(config, model), sources=1)
+    stepper = Stepper(config, place.setup, model, Optimizers(config, model), sources=["text"])
     samples = place.shape.batch_size
     targets, lr = samples * place.shape.sequence_length, config.train.optimizer.lr
 
     def step(number: int) -> Callable[[], float]:
-        arrived = stepper.step(steps[number], targets, lr, samples=samples, step=number + 1).to_host()
+        data = StepData(number, steps[number], targets, samples=range(samples))
+        arrived = stepper.step(data, lr).to_host()
 
         def loss() -> float:
-            result = arrived()
-            return (result.nats.sum() / result.targets.sum()).item()
+            return float(arrived().columns()["loss"])
 
         return loss
 

@@ -21,19 +21,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import yaml
+from torch import Tensor
 
 from benchmarks.one_process import stepper_of
 from benchmarks.synthetic import make_blend
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.provenance import loss_file
 from pipeline.data.provenance.loss_file import LossHead, encode
-from pipeline.train.monitor.window_losses import LossWriter, WindowSums
+from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.windows import LossWriter, WindowSums
+from pipeline.train.model.loss import TokenLosses
 
 VOCABULARY = 4096
 DOCUMENT_TOKENS = 1000
@@ -45,6 +49,8 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     model = {"layers": arguments.layers, "dim": arguments.dim, "heads": max(1, arguments.dim // 64)}
     shape = {"sequence_length": arguments.length, "batch_size": arguments.batch, "micro_batch_size": arguments.micro}
     stepper = stepper_of(device, VOCABULARY, model=model, train=shape)
+    recorded = _Recorded(arguments.batch, device)
+    stepper.quantities.append(recorded)
     ids = torch.randint(VOCABULARY, (arguments.batch, arguments.length + 1))
     starts = torch.arange(arguments.micro, dtype=torch.int32) * arguments.length
     batches = [
@@ -65,12 +71,11 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
         writer = LossWriter(Path(folder) / "losses.bin", 1)
         for step in range(arguments.steps * len(seconds)):
             side = list(seconds)[(step + step // len(seconds)) % len(seconds)]
-            samples = range(arguments.batch) if side == "on" else None
+            recorded.writer = writer if side == "on" else None
             begin = clock()
             host.seconds = 0.0
-            result = stepper.step(batches, ids[:, 1:].numel(), 1e-4, window_samples=samples).to_host()()
-            if result.windows is not None:
-                writer.write({"step": 1, "first": 0, "codes": loss_file.encode(*result.windows.numpy())})
+            stepper.step(StepData(step, batches, ids[:, 1:].numel()), 1e-4).to_host()().columns()
+            if side == "on":
                 own.append(host.seconds)
             if step >= 5 * len(seconds):
                 seconds[side].append(clock() - begin)
@@ -82,6 +87,31 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     result_line = {"device": str(device), "off_ms": 1e3 * off, "on_ms": 1e3 * on, "on_over_off": on / off}
     result_line |= {"own_ms": 1e3 * statistics.median(own), "own_over_off": statistics.median(own) / off}
     return {**result_line, "paired_on_over_off": paired, "same": again / off, "steps": len(seconds["on"])}
+
+
+class _Recorded(Quantity):
+    """Losses of samples, written while there is a writer."""
+
+    def __init__(self, samples: int, device: torch.device) -> None:
+        self._samples, self._device = samples, device
+        self.writer: LossWriter | None = None
+        self._sums: WindowSums | None = None
+
+    def begin(self, data: StepData) -> None:
+        self._sums = WindowSums(range(self._samples), self._device) if self.writer is not None else None
+
+    def book(self, losses: TokenLosses, batch: Batch) -> None:
+        if self._sums is not None:
+            self._sums.add(losses.loss_BS, batch)
+
+    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+        found = None if self._sums is None else self._sums.reduce()
+        return None if found is None else Reading({"sums": found}, self._write)
+
+    def _write(self, sums: Tensor) -> dict[str, Any]:
+        assert self.writer is not None
+        self.writer.write({"step": 1, "first": 0, "codes": loss_file.encode(*sums.numpy())})
+        return {}
 
 
 class HostTime:

@@ -15,7 +15,7 @@ import time
 import torch
 
 from benchmarks.one_process import stepper_of
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.host.cpu_allocator import keep_freed_memory
 
 _MODEL = {"layers": 3, "dim": 192, "heads": 3, "kv_heads": 1, "ffn_dim": 512}
@@ -33,7 +33,7 @@ def tokens_per_second(keep: bool, steps: int) -> float:
     times = []
     for _ in range(steps + 3):
         start = time.perf_counter()
-        stepper.step([batch], _BATCH * _LENGTH, 1e-3)
+        stepper.step(StepData(0, [batch], _BATCH * _LENGTH), 1e-3)
         times.append(time.perf_counter() - start)
     return _BATCH * _LENGTH / statistics.median(times[3:])
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from benchmarks.one_process import stepper_of
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 
 _VOCABULARY, _WARM_UP, _LAST = 256, 20, 50
 _TOP_K = 2
@@ -85,12 +85,12 @@ def train(way: str, given: argparse.Namespace) -> dict[str, Any]:
         # Up, and down to a tenth.
         factor = min((step + 1) / _WARM_UP, 1 - 0.9 * step / given.steps)
         begin, targets = time.process_time(), rows[:, 1:].numel()
-        result = stepper.step([batch], targets, given.lr * factor, samples=given.rows, step=step + 1)
-        curves["loss"].append(result.nats.sum().item() / targets)
+        data = StepData(step, [batch], targets, samples=range(given.rows))
+        row = stepper.step(data, given.lr * factor).columns()
+        curves["loss"].append(row["loss"])
         curves["cpu_s"].append(time.process_time() - begin)
-        curves["grad_norm"].append(result.grad_norm.item())
-        if result.routing is not None:
-            routed = result.routing()["experts"]
+        curves["grad_norm"].append(row["grad_norm"])
+        if (routed := row.get("experts")) is not None:
             curves["load"].append(routed["load_max_over_mean"])
             curves["dead"].append(routed["dead_experts"])
     last = {name: values[-_LAST:] for name, values in curves.items() if values}

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.one_process import stepper_of
 from pipeline.config.model import ModelConfig
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.distributed.rank import of_environment
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.kernels.grouped import grouped_products
@@ -224,7 +224,8 @@ def step(name: str, rounds: int, device: torch.device) -> dict[str, Any]:
     sides: dict[str, Call] = {}
     for side, mixture in (("experts", MIXTURES[name]), ("dense", None)):
         stepper = stepper_of(device, VOCABULARY, model=model_of(mixture), train=train_of())
-        sides[side] = lambda stepper=stepper: stepper.step([batch], SAMPLES * LENGTH, 1e-4, samples=SAMPLES, step=1)
+        data = StepData(0, [batch], SAMPLES * LENGTH, samples=range(SAMPLES))
+        sides[side] = lambda stepper=stepper, data=data: stepper.step(data, 1e-4)
     return row("step", name, "experts", "dense", medians(sides, rounds, device))
 
 
@@ -255,7 +256,8 @@ def count_exchanges(number: int, world: int, port: int, recompute: str) -> None:
     )
     batches = [batch_of(device, 2)] * micro_batches
     with _Counted() as counted:
-        stepper.step(batches, 2 * 2 * micro_batches * LENGTH, 1e-4, samples=2 * 2 * micro_batches, step=1)
+        samples = 2 * 2 * micro_batches
+        stepper.step(StepData(0, batches, samples * LENGTH, samples=range(samples)), 1e-4)
     exchanges = counted.calls["all_to_all_single"] / (LAYERS * micro_batches)
     if number == 0:
         wanted = EXCHANGES[recompute]

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.one_process import stepper_of
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 
 _VOCABULARY = 131_072
 _SAMPLE = 1024
@@ -43,8 +43,7 @@ def step_costs(tokens: int, chunk: int, compute: str, steps: int) -> tuple[float
     before, times = _peak(device), []
     for _ in range(steps + 1):
         start = time.perf_counter()
-        result = stepper.step([batch], tokens, 1e-3)
-        result.nats.tolist()  # waits for the device
+        stepper.step(StepData(0, [batch], tokens), 1e-3).columns()  # waits for the device
         times.append(time.perf_counter() - start)
     return (_peak(device) - before) / 1e9, statistics.median(times[1:])
 

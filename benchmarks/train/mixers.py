@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.one_process import stepper_of
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.host.cpu_allocator import keep_freed_memory
 from pipeline.train.model.kernels.recurrence.base import PLAIN
 from pipeline.train.model.kernels.recurrence.causal_conv import causal_conv
@@ -278,7 +278,7 @@ def step(rounds: int) -> Iterator[dict[str, Any]]:
         optimizer.zero_grad()
 
     sides: dict[str, Call] = {
-        "ours": lambda: stepper.step([batch], LENGTH, 1e-4, samples=1, step=1),
+        "ours": lambda: stepper.step(StepData(0, [batch], LENGTH, samples=range(1)), 1e-4),
         "transformers": theirs,
     }
     yield row("step", "ours", "transformers", medians(sides, rounds))

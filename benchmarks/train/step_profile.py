@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.one_process import stepper_of
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.host.cpu_allocator import keep_freed_memory
 from pipeline.train.host.cpu_matmul import choose_products
 
@@ -81,7 +81,7 @@ def profiled(way: str, dtype: str, documents: int, steps: int, threads: int) -> 
 
     def step() -> float:
         start = time.perf_counter()
-        stepper.step([batch], BATCH * LENGTH, 1e-3)
+        stepper.step(StepData(0, [batch], BATCH * LENGTH), 1e-3)
         return time.perf_counter() - start
 
     for _ in range(3):

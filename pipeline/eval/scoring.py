@@ -25,7 +25,7 @@ from pipeline.data.loading.batch import Batch
 from pipeline.eval.encoders import document
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.inference import start_token
-from pipeline.train.loop.step import make_context
+from pipeline.train.model.context import make_context
 from pipeline.train.model.loss import VocabShard, token_loss
 from pipeline.train.model.mixers.sequence import SequenceCut
 from pipeline.train.parallel.context import sequence_shard

@@ -9,6 +9,7 @@ import torch
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.train.distributed.process_group import init_process_group
+from pipeline.train.loop.step import StepResult
 from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.start.setup import ALONE
 
@@ -33,3 +34,8 @@ def setup_of(config: Config, vocab_size: int = 61) -> Setup:
     """What a model of a config is built on, where this process is the whole run."""
     init_process_group(ALONE, CPU, config.launch.time_limits)
     return set_up(config, vocab_size, CPU)
+
+
+def numbers(result: StepResult) -> dict[str, torch.Tensor]:
+    """The tensors of all quantities of a step, by name."""
+    return {name: tensor for reading in result.readings for name, tensor in reading.tensors.items()}

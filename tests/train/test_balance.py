@@ -16,7 +16,8 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.eval.report.command import report
 from pipeline.train.loop import trainer
-from pipeline.train.loop.balance import Balance, StepRouting
+from pipeline.train.loop.quantities.quantity import Update
+from pipeline.train.loop.quantities.routing import Balance, routing_columns
 from pipeline.train.monitor.imbalance import Imbalance
 from pipeline.train.monitor.loggers.base import flat
 from pipeline.train.parallel.parallelize import build_model
@@ -33,15 +34,9 @@ EXPERTS = {"count": 8, "top_k": 2, "ffn_dim": FFN, "shared_ffn_dim": 16, "score"
 def metrics(counts: dict[int, list[int]], rows: list[float], **more: Any) -> dict[str, Any]:
     """Those of a step in which the experts of each layer were chosen so often; losses and bias ranges by the layer."""
     numbers = [value for layer, each in counts.items() for value in (*each, 0.5 + layer, 10.0 + layer, 0.25 * layer)]
-    step = StepRouting(
-        {layer: len(each) for layer, each in counts.items()},
-        torch.tensor(numbers, dtype=torch.float64),
-        torch.tensor(rows, dtype=torch.float64),
-        more.get("forced", False),
-        more.get("by_layer", False),
-    )
-    found: dict[str, Any] = step()["experts"]
-    return found
+    sums = [torch.tensor(values, dtype=torch.float64) for values in (numbers, rows)]
+    found: dict[str, Any] = routing_columns({layer: len(each) for layer, each in counts.items()}, *sums, **more)
+    return found["experts"]
 
 
 def test_metrics_are_what_numpy_computes() -> None:
@@ -79,10 +74,10 @@ def test_biases_move_towards_equal_loads_and_not_in_a_withheld_step() -> None:
     model = build_model(config, setup)
     balance = Balance(config.train.balance, model, setup.mesh, CPU, None)
     router = model.whole.layers["0"].mlp.router
-    told = [torch.tensor([2.0, 6.0, 4.0, 4.0, 1.0, 1.0, 0.0], dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
-    for step, updated in enumerate((False, True, True, False), start=1):
+    sums = [torch.tensor([2.0, 6.0, 4.0, 4.0, 1.0, 1.0, 0.0], dtype=torch.float64), torch.ones(1, dtype=torch.float64)]
+    for updated in (False, True, True, False):
         before = router.score_bias.clone(), router.loads.clone()
-        balance.update(step, told, torch.tensor(updated))
+        balance.finish(sums, Update(torch.ones(()), torch.tensor(True), torch.tensor(updated), None, None))
         if not updated:
             assert torch.equal(router.score_bias, before[0]) and torch.equal(router.loads, before[1])
     assert router.score_bias.tolist() == [1.0, -1.0, 0.0, 0.0]

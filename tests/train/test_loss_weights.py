@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.loop.step import Stepper
 from pipeline.train.model.decoder import Context
@@ -27,7 +27,7 @@ from tests import tiny
 from tests.tiers import first
 from tests.train import runs
 from tests.train.distributed.ranks import Ranks
-from tests.train.one_process import config_of, setup_of
+from tests.train.one_process import config_of, numbers, setup_of
 from tests.train.parallel import layouts
 from tests.train.test_step import batches, plain_copy, plain_weights, step_config, stepper
 
@@ -58,11 +58,10 @@ def test_three_steps_equal_plain_pytorch() -> None:
         (top / total).backward()
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf"))
         optimizer.step()
-        result = ours.step(data, counted, 1e-2, total_weight=total)
-        assert result.weighted is not None
-        assert result.weighted.item() == pytest.approx((top / total).item(), rel=1e-5)
-        assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
-        assert result.targets.sum().item() == counted
+        result = ours.step(StepData(number, data, counted, total_weight=total), 1e-2)
+        assert result.columns()["weighted_loss"] == pytest.approx((top / total).item(), rel=1e-5)
+        assert result.columns()["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+        assert numbers(result)["targets"].sum().item() == counted
     for name, value in plain_weights(model).items():
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-4, atol=1e-5)
 
@@ -101,10 +100,9 @@ def test_a_weight_of_two_is_a_second_copy_of_the_row() -> None:
     ):
         setup = setup_of(config)
         built = build_model(config, setup)
-        ours = Stepper(config, setup, built, Optimizers(config, built), sources=2)
-        result = ours.step([batch], valid[len(ends)], 1e-2, **totals)
-        loss = result.nats.sum() / result.targets.sum() if result.weighted is None else result.weighted
-        ends.append((loss.item(), result.grad_norm.item(), plain_weights(built.whole)))
+        ours = Stepper(config, setup, built, Optimizers(config, built), sources=["a", "b"])
+        row = ours.step(StepData(0, [batch], valid[len(ends)], **totals), 1e-2).columns()
+        ends.append((row.get("weighted_loss", row["loss"]), row["grad_norm"], plain_weights(built.whole)))
     assert ends[0][:2] == pytest.approx(ends[1][:2], rel=1e-6)
     for name, value in ends[0][2].items():
         torch.testing.assert_close(value, ends[1][2][name], rtol=1e-4, atol=1e-5)

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ import torch.distributed.fsdp._fully_shard as fsdp
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.nn.attention import flex_attention
 
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import destroy
+from pipeline.train.loop.quantities.data_hash import DataHash
+from pipeline.train.loop.quantities.requests import AgreedRequests
+from pipeline.train.loop.quantities.windows import WindowLosses
+from pipeline.train.loop.quantities.work import RankWork
 from pipeline.train.loop.step import Stepper, StepResult
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.kernels.attention_mask import Kernel
@@ -35,6 +40,8 @@ from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.planning.fake import fake_mesh
+from pipeline.train.run.folder import RunFolder
+from pipeline.train.run.stop_requests import StopRequest
 from tests import tiers
 from tests.train.one_process import config_of
 
@@ -92,15 +99,21 @@ def issue(
         model = parallelize(config, Setup(META, mesh, spec))
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.whole.to_empty(device=device)
-            stepper = Stepper(config, Setup(device, mesh, spec), model, Optimizers(config, model), sources=2)
+            agreement = AgreedRequests(lambda: StopRequest(False, False), device)
+            folder = cast(RunFolder, SimpleNamespace(path=Path("/nowhere"), attempt=1))
+            windows = WindowLosses(config, folder, device)
+            more = [agreement, DataHash(mesh, device), RankWork(lambda rank: None, device), windows]
+            setup, optimizers = Setup(device, mesh, spec), Optimizers(config, model)
+            stepper = Stepper(config, setup, model, optimizers, sources=["a", "b"], quantities=more)
             change(stepper)
-            for step in (1, 2):
+            for step in range(2):
                 ids, size = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64), (SAMPLES, LENGTH)
                 sources = torch.zeros(SAMPLES, dtype=torch.int64)
                 batches = [Batch(ids, ids, torch.ones(size), starts, sources, {}, sources) for _ in range(2)]
                 if stepper.spikes is not None:
                     stepper.spikes.compare_within("some")
-                result = stepper.step(batches, 2 * SAMPLES * LENGTH, 1e-3, step=step, window_samples=range(2 * SAMPLES))
+                data = StepData(step, batches, 2 * SAMPLES * LENGTH, samples=range(2 * SAMPLES))
+                result = stepper.step(data, 1e-3)
                 result.to_host()
     return result
 
@@ -108,9 +121,10 @@ def issue(
 @pytest.mark.parametrize("case", tiers.first(4, CASES, rest="guard"))
 def test_a_step_is_issued_without_a_value_of_the_device(case: str) -> None:
     result = issue(case)
-    for read in (result.grad_norm.item, result.data_hash, result.wish):
+    assert len(result.readings) >= 4
+    for reading in result.readings:
         with pytest.raises(READS):
-            read()
+            reading.read(**reading.tensors)
 
 
 class _Stream(torch.cpu.Stream):
@@ -142,7 +156,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_step_has_everything_on_its_device(accelerated: None, case: str) -> None:
     """Forward, backward and update, the batches sent by the step; where an attention is in tiles, these are a CPU's."""
     result = issue(case, device=META)
-    assert result.grad_norm.device == META
+    assert {tensor.device for reading in result.readings for tensor in reading.tensors.values()} == {META}
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.loss import token_loss
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
-from tests.train.one_process import config_of, setup_of
+from tests.train.one_process import config_of, numbers, setup_of
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(layers=2, dim=32, heads=2, vocab_multiple=8)
@@ -43,7 +43,7 @@ def stepper(config: Config) -> tuple[Decoder, torch.optim.Optimizer, Stepper]:
     setup = setup_of(config)
     model = build_model(config, setup)
     optimizers = Optimizers(config, model)
-    made = Stepper(config, setup, model, optimizers, sources=2)
+    made = Stepper(config, setup, model, optimizers, sources=["a", "b"])
     (optimizer,) = optimizers.all()
     return model.whole, optimizer, made
 
@@ -75,7 +75,7 @@ def test_three_steps_equal_plain_pytorch(clip_norm: float | None) -> None:
     for number in range(3):
         data = batches(3, seed=number)
         valid = int(sum(batch.weight.sum() for batch in data))
-        result = ours.step(data, valid, 1e-2)
+        result = numbers(ours.step(StepData(number, data, valid), 1e-2))
 
         # All micro-batches as one batch, mean over its valid targets.
         tokens, targets, weight = (torch.cat([getattr(b, n) for b in data]) for n in ("tokens", "targets", "weight"))
@@ -87,10 +87,10 @@ def test_three_steps_equal_plain_pytorch(clip_norm: float | None) -> None:
         norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), float("inf") if clip_norm is None else clip_norm)
         optimizer.step()
 
-        assert result.finite.item()
-        assert result.nats.sum().item() / result.targets.sum().item() == pytest.approx(loss.item(), rel=1e-5)
-        assert result.grad_norm.item() == pytest.approx(norm.item(), rel=1e-5)
-        assert result.targets.tolist() == [sum(float(b.weight[row].sum()) for b in data) for row in (0, 1)]
+        assert result["finite"].item()
+        assert (result["nats"].sum() / result["targets"].sum()).item() == pytest.approx(loss.item(), rel=1e-5)
+        assert result["norm"].item() == pytest.approx(norm.item(), rel=1e-5)
+        assert result["targets"].tolist() == [sum(float(b.weight[row].sum()) for b in data) for row in (0, 1)]
     for name, value in plain_weights(model).items():
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-4, atol=1e-5)
 
@@ -101,7 +101,7 @@ def test_without_clipping_gradients_are_those_below_the_bound(precision: str) ->
     ends = []
     for clip_norm in (None, 1e30):
         model, _, ours = stepper(step_config(precision=precision, clip_norm=clip_norm))
-        norms = [ours.step(batches(2, seed), 40, 1e-2).grad_norm for seed in range(3)]
+        norms = [numbers(ours.step(StepData(seed, batches(2, seed), 40), 1e-2))["norm"] for seed in range(3)]
         ends.append([*norms, *plain_weights(model).values()])
     assert all(torch.equal(*pair) for pair in zip(*ends, strict=True))
 
@@ -111,15 +111,15 @@ def test_without_clipping_gradients_are_those_below_the_bound(precision: str) ->
 )
 def test_a_non_finite_step_leaves_every_bit_as_it_was(poison: str, clip_norm: float | None) -> None:
     model, optimizer, ours = stepper(step_config(lr=1e-2, clip_norm=clip_norm))
-    ours.step(batches(2), 40, 1e-2)
+    ours.step(StepData(0, batches(2), 40), 1e-2)
     weights, states = plain_weights(model), copy.deepcopy(optimizer.state_dict()["state"])
-    data = batches(2, seed=1)
+    data = StepData(1, batches(2, seed=1), 40)
     if poison == "loss":
         local = model.norm.weight.to_local()
         saved = local.detach().clone()
         with torch.no_grad():
             local.fill_(float("inf"))
-        result = ours.step(data, 40, 1e-2)
+        result = numbers(ours.step(data, 1e-2))
         with torch.no_grad():
             local.copy_(saved)
     else:
@@ -128,10 +128,10 @@ def test_a_non_finite_step_leaves_every_bit_as_it_was(poison: str, clip_norm: fl
             output.register_hook(lambda gradient: gradient * float("nan"))
 
         handle = model.layers["1"].mlp.register_forward_hook(poison_gradient)
-        result = ours.step(data, 40, 1e-2)
+        result = numbers(ours.step(data, 1e-2))
         handle.remove()
-        assert torch.isfinite(result.nats).all()
-    assert not result.finite.item()
+        assert torch.isfinite(result["nats"]).all()
+    assert not result["finite"].item()
     after = plain_weights(model)
     for name, value in weights.items():
         assert torch.equal(value, after[name]), name
@@ -141,7 +141,7 @@ def test_a_non_finite_step_leaves_every_bit_as_it_was(poison: str, clip_norm: fl
             before = states[index][key]
             before = before.full_tensor() if hasattr(before, "full_tensor") else before
             assert torch.equal(now, before), (index, key)
-    assert ours.step(batches(2, seed=2), 40, 1e-2).finite.item()
+    assert numbers(ours.step(StepData(2, batches(2, seed=2), 40), 1e-2))["finite"].item()
 
 
 def test_z_loss_is_the_squared_log_partition_function() -> None:
@@ -163,17 +163,17 @@ def test_bf16_is_for_parameters_and_activations_alone() -> None:
     valid = int(batch.weight.sum())
     (objective * (batch.weight / valid)).sum().backward()
     norm = torch.stack([p.grad.float().norm() for p in plain.parameters() if p.grad is not None]).norm()
-    result = ours.step([batch], valid, 0.0)
-    torch.testing.assert_close(result.nats.sum(), (loss * batch.weight).sum().double(), rtol=1e-6, atol=0)
-    torch.testing.assert_close(result.grad_norm.float(), norm, rtol=1e-5, atol=0)
+    result = numbers(ours.step(StepData(0, [batch], valid), 0.0))
+    torch.testing.assert_close(result["nats"].sum(), (loss * batch.weight).sum().double(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(result["norm"].float(), norm, rtol=1e-5, atol=0)
 
 
 def test_bf16_keeps_fp32_master_weights() -> None:
     config = step_config(precision="bf16", lr=1e-2)
     model, optimizer, ours = stepper(config)
     before = plain_weights(model)
-    result = ours.step(batches(2), 40, 1e-5)
-    assert result.finite.item()
+    result = numbers(ours.step(StepData(0, batches(2), 40), 1e-5))
+    assert result["finite"].item()
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     after = plain_weights(model)
     # Updates of 1e-5 are below the resolution of bf16 at these values and would be lost without master weights.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -114,12 +114,12 @@ class StepData:
     """This rank's share."""
     valid_targets: int
     """Targets with weight in the global batch."""
-    tokens_by_source: dict[str, int]
+    tokens_by_source: dict[str, int] = field(default_factory=dict)
     """Targets that the global batch draws from each source, masked ones included."""
-    order_hash: int
+    order_hash: int = 0
     """xxh3-64 over (global index, xxh3-64 of the source's name, epoch, position) of the global batch's samples, each a
     little-endian u64; equal on all ranks."""
-    data_hash: int
+    data_hash: int = 0
     """Sum mod 2**64 of xxh3-64 over (global index, tokens as little-endian int64) of this rank's samples; the sum over
     ranks does not depend on how the step is split."""
     valid_ahead: tuple[int, ...] = ()
@@ -129,6 +129,8 @@ class StepData:
     none, and `valid_targets` stands for it."""
     total_ahead: tuple[float, ...] = ()
     """The same by depth of multi-token prediction."""
+    samples: range = range(0)
+    """Global numbers of the samples of the global batch, without padding."""
     skipped: bool = False
     """The step is skipped: nothing of it was read, and the weights stay as they are."""
 

@@ -229,7 +229,16 @@ class Loader:
         valid_targets = sum(valid.tolist())
         drawn = dict(zip(self.names, [count * length for count in located.drawn], strict=True))
         counts = self._valid_ahead(located, length, masked) if self._ahead else ()
-        data = StepData(step, micro_batches, valid_targets, drawn, located.order_hash, data_hash % 2**64, counts)
+        data = StepData(
+            step,
+            micro_batches,
+            valid_targets,
+            drawn,
+            located.order_hash,
+            data_hash % 2**64,
+            counts,
+            samples=self.journal.samples(step),
+        )
         if weights is None:
             return data
         return replace(data, total_weight=weights.total, total_ahead=weights.total_ahead)
@@ -248,7 +257,8 @@ class Loader:
         """A step of which nothing is read."""
         drawn = np.bincount(self._sampler.step(step).source, minlength=len(self.names)).tolist()
         tokens = {name: count * length for name, count in zip(self.names, drawn, strict=True)}
-        return StepData(step, [], 0, tokens, self._sampler.order_hash(step), 0, skipped=True)
+        order_hash, samples = self._sampler.order_hash(step), self.journal.samples(step)
+        return StepData(step, [], 0, tokens, order_hash, samples=samples, skipped=True)
 
     def _batch(
         self,

@@ -160,7 +160,7 @@ class PackReader:
         journal, located = self._journal, self._lookup.step(step)
         drawn = dict(zip(journal.names, self.targets(step).tolist(), strict=True))
         if journal.is_skipped(step):
-            return StepData(step, [], 0, drawn, located.order_hash, 0, skipped=True)
+            return StepData(step, [], 0, drawn, located.order_hash, samples=journal.samples(step), skipped=True)
         number = journal.segment_number(step)
         weights = chunk_weights(journal.segments[number], journal.names, self._instances[number], located)
         here = _Step(number, located, self._ends(number, located), self._masked(step, located), weights)
@@ -177,6 +177,7 @@ class PackReader:
             located.order_hash,
             data_hash % 2**64,
             tuple(map(int, self._ahead_totals(here, None))),
+            samples=journal.samples(step),
         )
         if weights is None:
             return data

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +15,15 @@ from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.segments import Segment
 from pipeline.train.distributed import process_group
+from pipeline.train.loop.quantities.quantity import Quantity
 from pipeline.train.loop.step import StepResult
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.monitor.hardware import HardwareWatch, rises_text
-from pipeline.train.monitor.imbalance import Imbalance
 from pipeline.train.monitor.memory import memory_used
 from pipeline.train.monitor.metrics import peak_flops
-from pipeline.train.monitor.straggler import Stragglers, WallClock, WorkClock, summary
+from pipeline.train.monitor.straggler import WallClock
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.run.folder import RunFolder
-from pipeline.train.run.heartbeat import host_of
 
 
 @dataclass
@@ -46,9 +44,9 @@ class Issued:
     """Waits for the numbers; None where nothing is computed."""
 
     @property
-    def passed_over(self) -> bool:
-        """Nothing of it is trained on: nothing is computed and nothing changes."""
-        return self.data.skipped or not self.data.valid_targets
+    def trains(self) -> bool:
+        """True if something of it is trained on. If not, nothing is computed and nothing changes."""
+        return not self.data.skipped and self.data.valid_targets > 0
 
 
 class StepMetrics:
@@ -58,22 +56,26 @@ class StepMetrics:
         config: resolved config.
         setup: of the run.
         folder: of the run.
-        console: where rank 0 tells of a rank that keeps the others waiting, and of experts that stay unevenly used.
+        console: where rank 0 prints warnings that follow from the numbers of a step.
         stopped: seconds in which this process was stopped so far.
+        quantities: of the step, which are asked for warnings.
     """
 
     def __init__(
-        self, config: Config, setup: Setup, folder: RunFolder, console: Console, stopped: Callable[[], float]
+        self,
+        config: Config,
+        setup: Setup,
+        folder: RunFolder,
+        console: Console,
+        stopped: Callable[[], float],
+        quantities: Sequence[Quantity],
     ) -> None:
         self._spec, self._folder, self._console = setup.spec, folder, console
-        self._stragglers = Stragglers(lambda rank: host_of(folder.path, rank))
-        routers = {index: layer.router for index, layer in setup.spec.expert_layers.items()}
-        self._imbalance = Imbalance(config.train.balance, routers)
+        self._quantities = quantities
         self.hardware = HardwareWatch(folder, process_group.of_environment(), config.train.metrics.hardware_seconds)
         peak = peak_flops(setup.device, config.train.precision.compute)
         self._device = setup.device
         self._peak = None if peak is None else peak * setup.mesh.layout.world_size
-        self.work = WorkClock()
         self.wall = WallClock(stopped)
         """Since the last step, validation or save ended."""
 
@@ -81,26 +83,24 @@ class StepMetrics:
         """Begin to count: building and loading were no step."""
         self.wall.take()
         self.wall.suspended()
-        self.work.take()
 
     def head(self, step: int) -> dict[str, Any]:
         """The keys of every row; `step` from 1."""
         return {"step": step, "attempt": self._folder.attempt, "time": time.time()}
 
-    def passed_over(self, loader: Loader, issued: Issued) -> dict[str, Any]:
+    def skipped(self, loader: Loader, issued: Issued) -> dict[str, Any]:
         """Row of a step of which nothing is trained on; it takes no time."""
         self.wall.take()
         return {**self.head(issued.data.step + 1), **place(loader, issued.data), "passed_over": True}
 
-    def trained(self, loader: Loader, issued: Issued, result: StepResult) -> dict[str, Any]:
-        """Row of a step, with what it computed, on the host."""
-        step, values = issued.data.step + 1, numbers(result, loader.names)
+    def trained(self, loader: Loader, issued: Issued, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Row of a step, with the columns of its result."""
+        step, values = issued.data.step + 1, dict(columns)
         # The device has done the step by now: a step lasts from the end of the one before to its own.
         seconds = self.wall.take()
-        if "work" in values and (warning := self._stragglers.see(step, values["work"], seconds)):
-            warn(self._console, warning)
-        if "experts" in values and (warning := self._imbalance.see(step, values["experts"])):
-            warn(self._console, warning)
+        for quantity in self._quantities:
+            if warning := quantity.warning(step, columns, seconds):
+                warn(self._console, warning)
         if rises := self.hardware.take():
             if grave := [rise for rise in rises if not rise.minor]:
                 warn(self._console, f"hardware errors: {rises_text(grave)}; see {RunFiles(self._folder.path).hardware}")
@@ -129,43 +129,6 @@ def place(loader: Loader, data: StepData) -> dict[str, Any]:
         "epochs_by_source": loader.epochs_by_source(step),
         "order_hash": f"{data.order_hash:016x}",
     }
-
-
-def numbers(result: StepResult, names: list[str]) -> dict[str, Any]:
-    """Metrics that a step computed.
-
-    Args:
-        result: of the step, on the host.
-        names: of the sources, in the order of its sums.
-    """
-    nats, targets = result.nats.tolist(), result.targets.tolist()
-    spike = bool(result.spike.item())
-    values = {
-        "loss": sum(nats) / max(1.0, sum(targets)),
-        "loss_by_source": {name: nats[k] / targets[k] for k, name in enumerate(names) if targets[k]},
-        "grad_norm": result.grad_norm.item(),
-        "skipped": spike or not result.finite.item(),
-        "data_hash": f"{result.data_hash():016x}",
-    }
-    if result.weighted is not None:
-        values["weighted_loss"] = result.weighted.item()
-    if result.of_depths is not None:
-        of_depths = result.of_depths.tolist()
-        values["mtp_loss"] = sum(of_depths) / len(of_depths)
-        values["mtp_loss_by_depth"] = {str(depth): loss for depth, loss in enumerate(of_depths, 1)}
-    if result.zscores is not None:
-        values["spike"] = spike
-        zscores = zip(("loss_zscore", "grad_norm_zscore"), result.zscores.tolist(), strict=True)
-        values |= {name: zscore for name, zscore in zscores if math.isfinite(zscore)}
-    if len(works := result.work.tolist()) > 1:
-        values["work"] = summary(works)
-    if result.observed is not None:
-        values |= result.observed()
-    if result.routing is not None:
-        values |= result.routing()
-    if result.loss_scale is not None:
-        values["loss_scale"] = result.loss_scale.item()
-    return values
 
 
 def speed(tokens: int, seconds: float, flops: float, causal_flops: float, peak: float | None) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The training stage. `Trainer.run` is the loop: next batch, forward and backward, update, log, validate, save."""
+"""The training loop: next batch, forward and backward, update, log, validate, save."""
 
 from __future__ import annotations
 
@@ -35,9 +35,13 @@ from pipeline.train.host.gc_schedule import GcSchedule
 from pipeline.train.host.trace_spans import span
 from pipeline.train.loop.faults import Faults
 from pipeline.train.loop.out_of_memory import out_of_memory_means, step_advice, weights_advice
+from pipeline.train.loop.quantities.data_hash import DataHash
+from pipeline.train.loop.quantities.requests import AgreedRequests
+from pipeline.train.loop.quantities.windows import WindowLosses
+from pipeline.train.loop.quantities.work import RankWork
 from pipeline.train.loop.rewind import go_back
 from pipeline.train.loop.saving import Saver
-from pipeline.train.loop.step import Stepper, agree
+from pipeline.train.loop.step import Stepper
 from pipeline.train.loop.step_metrics import Issued, StepMetrics
 from pipeline.train.loop.validation import Validator, validation_line
 from pipeline.train.model.flops import flops_per_token
@@ -47,20 +51,20 @@ from pipeline.train.monitor.loggers.prometheus import PrometheusFile
 from pipeline.train.monitor.metrics import Metrics
 from pipeline.train.monitor.profiler import Profile
 from pipeline.train.monitor.spikes import kind_of
-from pipeline.train.monitor.window_losses import WindowLosses
 from pipeline.train.optim.lr_schedule import Schedule
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.compile import choose_compiling
-from pipeline.train.parallel.parallelize import attention_choice, build_model, has_recurrence, recurrent_choice
+from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.setup import Setup, set_up
 from pipeline.train.rules.layout import check_layout, layout_warnings
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.goodput import goodput
+from pipeline.train.run.heartbeat import host_of
 from pipeline.train.run.rewind_request import Rewind
 from pipeline.train.run.stop_requests import RESUME_ADVICE, Requests, StopRequest
 from pipeline.train.start.open_run import open_run_everywhere, open_validation
 from pipeline.train.start.resume import THREADS, resume_lines
-from pipeline.train.start.run_log import nothing_held_out, start_lines, step_lines
+from pipeline.train.start.run_log import print_start, step_lines
 from pipeline.train.start.run_plan import RunPlan
 from pipeline.train.start.setup import be_deterministic, init_rank
 from pipeline.train.start.warm_start import WeightsOrigin, warm_start
@@ -95,21 +99,29 @@ class Trainer:
         train = config.train.model_copy(update={"compile": self._compiles})
         self._model = build_model(config.model_copy(update={"train": train}), setup)
         self._optimizers = Optimizers(config, self._model)
-        self._stepper = Stepper(config, setup, self._model, self._optimizers, sources=len(self._loader.names))
+        self._agreement = AgreedRequests(self._request, setup.device)
+        self._work = RankWork(lambda rank: host_of(folder.path, rank), setup.device)
+        self._losses = WindowLosses(config, folder, setup.device)
+        self._stepper = Stepper(
+            config,
+            setup,
+            self._model,
+            self._optimizers,
+            sources=self._loader.names,
+            quantities=[self._agreement, DataHash(setup.mesh, setup.device), self._work, self._losses],
+        )
         state = (self._model, self._optimizers, self._stepper.ema)
         self._saver = Saver(config, setup, plan, folder, watchdog, *state, console)
-        self._faults = Faults(config.train.faults, folder, self._saver, self._describe, console)
-        self._rows = StepMetrics(config, setup, folder, console, watchdog.stopped)
+        describe = lambda step: self._loader.describe(step)  # noqa: E731, PLW0108, a rewind replaces the loader
+        self._faults = Faults(config.train.faults, folder, self._saver, describe, console)
+        self._rows = StepMetrics(config, setup, folder, console, watchdog.stopped, self._stepper.quantities)
         self._metrics = Metrics([])
-        self._losses = WindowLosses(config, folder)
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"
         self._garbage = GcSchedule()
         self._origin = WeightsOrigin()
         self._issued: Issued | None = None
         """The last step, as long as its numbers have not been read."""
-        self._agreed = StopRequest(False, False)
-        """Requests to any rank, as of the last step whose numbers have been read."""
         self._shapes: set[tuple[int, int]] = set()
         """Shapes of micro-batches, samples and length, that have been trained on in this process."""
 
@@ -121,54 +133,24 @@ class Trainer:
             NumericalError: too many steps went wrong.
             Stopped: a stop request came; a checkpoint was saved.
         """
-        train, first, total = self._config.train, self._folder.step, self._plan.length.steps
+        first, total = self._folder.step, self._plan.length.steps
         self._limit_step(first + 1)
         self._rows.start()
+        self._work.clock.take()
         with closing(self._loader.iterate(first, total)) as read:
             batches = copied(read, self._setup.device)
             for step in range(first + 1, total + 1):
                 with self._profile.step(step):
                     issued = self._fetch(batches, first)
-                    if not issued.passed_over:
-                        data = issued.data
-                        issued.lr = train.optimizer.lr * self._schedule.factor(self._plan.journal.tokens(step))
-                        if self._stepper.spikes is not None:
-                            self._stepper.spikes.compare_within(kind_of(issued.segment))
-                        issued.result = self._stepper.step(
-                            data.micro_batches,
-                            data.valid_targets,
-                            issued.lr,
-                            samples=issued.segment.batch_size,
-                            window_samples=self._plan.journal.samples(data.step) if self._losses.wanted else None,
-                            valid_ahead=data.valid_ahead,
-                            total_weight=data.total_weight,
-                            total_ahead=data.total_ahead,
-                            step=step,
-                            data_hash=data.data_hash,
-                            wish=self._wish,
-                            work=self._rows.work.take() + issued.waited,
-                        ).to_host()
+                    if issued.trains:
+                        self._issue(issued)
                     # The numbers of a step are read when the next one has been issued, so that a device never idles.
                     self._read_numbers()
                     self._issued = issued
                     if not self._runs_ahead:
                         self._read_numbers()
                     self._folder.step = step
-
-                    self._saver.report(self._write)
-                    if step == total:
-                        self._read_numbers()
-                        self._faults.at_end(step)
-                    stop, save, unsaved = self._agreed
-                    if stop:
-                        # Before a validation, which may take longer than there is until the processes are killed.
-                        self._save(step, last=True)
-                    if sets := self._validator.due(step, total):
-                        self._validate(step, sets)
-                    if (save or unsaved or due(train.checkpoint, step, total)) and not stop:
-                        self._save(step, last=unsaved or step == total, overdue=unsaved and step < total)
-                    if stop or step == total:
-                        self._end(step)
+                    self._after(step)
                     self._note_shape(issued)
                     if step == first + 1:
                         process_group.start_is_over()
@@ -178,6 +160,25 @@ class Trainer:
                     self._write_profile(step)
                 self._garbage.after(step)
                 self._limit_step(step + 1)
+
+    def _after(self, step: int) -> None:
+        """Do what is due after a step. The order matters, and is the same on all ranks."""
+        total = self._plan.length.steps
+        self._saver.report(self._write)
+        if step == total:
+            self._read_numbers()
+            self._faults.at_end(step)
+        stop, save, unsaved = self._agreement.agreed
+        if stop:
+            # Before a validation, which may take longer than there is until the processes are killed.
+            self._save(step, last=True)
+        if sets := self._validator.due(step, total):
+            self._validate(step, sets)
+        # After a validation, whose losses decide which checkpoints are the best.
+        if (save or unsaved or due(self._config.train.checkpoint, step, total)) and not stop:
+            self._save(step, last=unsaved or step == total, overdue=unsaved and step < total)
+        if stop or step == total:
+            self._end(step)
 
     def _fetch(self, batches: Iterator[StepData], first: int) -> Issued:
         """The next step, of which nothing is issued yet; `first` steps were done when the loop began."""
@@ -190,22 +191,29 @@ class Trainer:
             say(self._console, line)
         return issued
 
+    def _issue(self, issued: Issued) -> None:
+        """Give the device all of a step, and wait for nothing of it."""
+        if self._stepper.spikes is not None:
+            self._stepper.spikes.compare_within(kind_of(issued.segment))
+        tokens = self._plan.journal.tokens(issued.data.step + 1)
+        issued.lr = self._config.train.optimizer.lr * self._schedule.factor(tokens)
+        self._work.add_wait(issued.waited)
+        issued.result = self._stepper.step(issued.data, issued.lr).to_host()
+
     def _read_numbers(self) -> None:
         """Wait for the numbers of the step that was issued last, write them down, and act on faults."""
         if self._issued is None:
             return
         with span("metrics"):
-            issued, self._issued, result = self._issued, None, None
+            issued, self._issued = self._issued, None
             if issued.result is None:
-                self._agreed = agree(self._wish(), self._setup.device)
-                row = self._rows.passed_over(self._loader, issued)
+                for quantity in self._stepper.quantities:
+                    quantity.skipped(issued.data)
+                row = self._rows.skipped(self._loader, issued)
             else:
-                with self._rows.work.pause():  # it waits for the device, and that for the other ranks
+                with self._work.clock.pause():  # it waits for the device, and that for the other ranks
                     result = issued.result()
-                self._agreed = result.wish()
-                row = self._rows.trained(self._loader, issued, result)
-            samples, windows = self._plan.journal.samples(issued.data.step), None if result is None else result.windows
-            self._losses.write(samples, issued.data.step + 1, windows)
+                row = self._rows.trained(self._loader, issued, result.columns())
             self._metrics.write(row)
             if issued.result is not None:
                 self._faults.after(row)
@@ -244,7 +252,7 @@ class Trainer:
             self._losses.sync()
             self._saver.save(step, self._plan.journal, more, last=last, overdue=overdue, prune=prune)
         self._requests.saved()
-        self._agreed = StopRequest(self._agreed.stop, save=False)
+        self._agreement.saved()
         self._saver.report(self._write)
         self._rows.wall.take()
         suspended = self._rows.wall.suspended()
@@ -262,7 +270,7 @@ class Trainer:
 
     def _write_profile(self, step: int) -> None:
         self._watchdog.phase("save", step)
-        with self._rows.work.pause():
+        with self._work.clock.pause():
             self._profile.finish()
             process_group.wait_for_all()  # or who writes nothing is in the next step, with its limit
         self._rows.wall.take()  # writing it was part of no step
@@ -277,14 +285,15 @@ class Trainer:
         shape = self._shape(issued.data.step + 1)
         if shape in self._shapes:
             self._requests.note_durations(time.monotonic() - issued.begin, self._saver.longest)
-        if not issued.passed_over:
+        if issued.trains:
             self._shapes.add(shape)
 
     def _shape(self, step: int) -> tuple[int, int]:
         """Samples of a micro-batch on this rank, and their length."""
         return self._loader.micro_batch_size(step - 1), self._plan.segment(step - 1).sequence_length
 
-    def _wish(self) -> StopRequest:
+    def _request(self) -> StopRequest:
+        """What this rank is asked for now."""
         return self._requests.request()._replace(unsaved=self._saver.unsaved.overdue)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:
@@ -314,18 +323,7 @@ class Trainer:
             self._plan.write_journal(self._folder.path)
             loggers = open_loggers(self._config, self._folder, self._console, total, self._origin.state())
         self._losses.resume(self._plan.journal, first)
-        stream = self._plan.stream(self._config, first)
-        flops = flops_per_token(self._setup.spec, stream, causal=True)
-        for line in [
-            *start_lines(self._config, self._plan, self._setup, first, flops),
-            *nothing_held_out(self._config, [len(split) for split in self._heldout.split.values()]),
-        ]:
-            say(self._console, line)
-        kernel = attention_choice(self._config, self._setup)
-        (warn if kernel.slow else detail)(self._console, f"attention: {kernel}")
-        recurrent = recurrent_choice(self._config, self._setup)
-        if has_recurrence(self._setup.spec):
-            (warn if recurrent.slow else detail)(self._console, f"recurrence: {recurrent}")
+        print_start(self._config, self._plan, self._setup, self._heldout, first, self._console)
         detail(self._console, f"train: {self._compiler_line}")
         for line in self._profile.announce(total):
             warn(self._console, line)
@@ -361,7 +359,8 @@ class Trainer:
 
     def rewind(self, rewind: Rewind) -> None:
         """Go back to a checkpoint, and skip the steps around a fault when the run comes to them again."""
-        self._issued, self._agreed = None, StopRequest(False, False)
+        self._issued = None
+        self._agreement.forget()
         self._saver.finish()
         self._profile.finish()
         self._saver.report(self._write)
@@ -402,14 +401,10 @@ class Trainer:
             "spikes": self._stepper.spikes,
             "faults": self._faults,
             "origin": self._origin,
-            # Of windows they follow from the journal.
+            # Windows derive them from the journal.
             "targets": self._loader.drawn_targets if self._plan.journal.order_version > 1 else None,
         }
         return {name: part for name, part in parts.items() if part is not None}
-
-    def _describe(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a step, counted from 0, by the loader of now: a rewind replaces it."""
-        return self._loader.describe(step)
 
     def _open_loader(self) -> Loader:
         check_run_file(self._config, self._plan.datasets)

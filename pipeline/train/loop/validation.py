@@ -13,8 +13,7 @@ import torch.distributed as dist
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.heldout import HeldOutTexts, sample
-from pipeline.train.loop.step import make_context
-from pipeline.train.model.context import Context
+from pipeline.train.model.context import Context, make_context
 from pipeline.train.model.loss import Criterion, TokenLosses
 from pipeline.train.parallel.context import sequence_shard
 from pipeline.train.parallel.mesh import Mesh

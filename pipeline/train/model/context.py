@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from pipeline.data.loading.batch import Batch
+from pipeline.train.host.host_copy import to_device
 from pipeline.train.model.dropout import Dropout, PlacedDropout
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel
 from pipeline.train.model.kernels.recurrence.base import PLAIN, RecurrentKernels
@@ -90,6 +92,51 @@ class Context:
     predicted_BK: Tensor | None = None
     prefix_BS: Tensor | None = None
     encoder: int = 0
+
+
+def make_context(
+    batch: Batch,
+    document_attention: bool,
+    criterion: Criterion | None = None,
+    observer: ActivationObserver | None = None,
+    cut: SequenceCut | None = None,
+    dropout: Dropout | None = None,
+    routing: Routing | None = None,
+    on_routed: RoutingObserver | None = None,
+    ahead: Ahead | None = None,
+    predicted: Tensor | None = None,
+) -> Context:
+    """The context of a batch: all that the model needs besides the tokens.
+
+    Args:
+        batch: With whole sequences, also where the model gets a share of them.
+        document_attention: Tokens attend to those of their document alone.
+        criterion: Of what the model gets.
+        observer: Is shown what the layers compute.
+        cut: Which share of the sequences it gets.
+        dropout: What a training drops.
+        routing: What a training demands of routers.
+        on_routed: Is shown what their tokens chose.
+        ahead: Targets of multi-token prediction, of what it gets.
+        predicted: Positions that the head scores, of what it gets, see `Batch`.
+    """
+    bounds, starts = (batch.bounds, batch.starts) if document_attention else (None, None)
+    length = batch.tokens.shape[1]
+    return Context(
+        bounds_BS=bounds,
+        starts=starts,
+        length=length,
+        criterion=criterion,
+        observer=observer,
+        cut=cut,
+        dropout=dropout,
+        routing=routing,
+        on_routed=on_routed,
+        ahead=ahead,
+        predicted_BK=None if predicted is None else to_device(predicted, batch.tokens.device),
+        prefix_BS=batch.prefix,
+        encoder=batch.encoder,
+    )
 
 
 @dataclass

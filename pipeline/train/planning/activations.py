@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config import Config
 from pipeline.config.parallel import PipelineConfig
 from pipeline.config.train import TrainConfig
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import DecoderSpec
@@ -105,7 +105,7 @@ def _measure(
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         model.whole.to_empty(device=_CPU)
         optimizers = Optimizers(config, model)
-        stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=1)
+        stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=["data"])
         batches = partial(_batches, shape, len(spec.mtp))
         first, second = (pp, pp) if pp > 1 else (1, min(2, shape.micro_batches))
         return _Recording(model, optimizers, stepper, ledger, mesh.layout).run(batches, first, second)
@@ -157,7 +157,7 @@ class _Recording:
     def run(self, batches: Callable[[int], list[Batch]], first: int, second: int) -> StageMemory:
         """The second step; the first one makes states and shapes. Each has its number of micro-batches."""
         valid_ahead = (1,) * len(self._model.spec.mtp)
-        self._stepper.step(batches(first), 1, 1.0, valid_ahead=valid_ahead)
+        self._stepper.step(StepData(0, batches(first), 1, valid_ahead=valid_ahead), 1.0)
         self._attach()
         ledger, passes = self._ledger, self._passes
         ledger.begin()
@@ -173,7 +173,7 @@ class _Recording:
 
         runner.train = watched  # type: ignore[method-assign]
         mine = batches(second)
-        self._stepper.step(mine, 1, 1.0, valid_ahead=valid_ahead)
+        self._stepper.step(StepData(1, mine, 1, valid_ahead=valid_ahead), 1.0)
         return self._sum_up(parameters, len(mine))
 
     def _sum_up(self, parameters: list[nn.Parameter], micro_batches: int) -> StageMemory:

@@ -7,16 +7,19 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from pipeline.common.console import Console, detail, say, warn
 from pipeline.common.format import counted, duration, size
 from pipeline.config import Config
 from pipeline.data.loading.batch import StepData
+from pipeline.data.loading.heldout import HeldOutTexts
 from pipeline.data.order.journal import Journal
 from pipeline.data.provenance.loss_file import losses_bytes
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.host.cpu_matmul import slow_bf16
-from pipeline.train.model.flops import active_parameters, num_parameters
+from pipeline.train.model.flops import active_parameters, flops_per_token, num_parameters
 from pipeline.train.monitor.phase_log import describe_change, describe_run, loss_weight_lines
 from pipeline.train.optim.parameter_groups import group_lines
+from pipeline.train.parallel.parallelize import attention_choice, has_recurrence, recurrent_choice
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.start.run_plan import RunPlan
 from pipeline.train.start.setup import threads_of_shell
@@ -25,6 +28,23 @@ _CPU_FLOPS = 2.5e10
 """A thread of a current processor, fp32: half of what products of large matrices reach."""
 _LONG = 2 * 24 * 3600
 _LONG_STEP = 60
+
+
+def print_start(
+    config: Config, plan: RunPlan, setup: Setup, heldout: HeldOutTexts, first: int, console: Console
+) -> None:
+    """Print `start_lines`, warnings of slow kernels and of missing validation, and with `--verbose` which kernels."""
+    flops = flops_per_token(setup.spec, plan.stream(config, first), causal=True)
+    for line in [
+        *start_lines(config, plan, setup, first, flops),
+        *nothing_held_out(config, [len(split) for split in heldout.split.values()]),
+    ]:
+        say(console, line)
+    kernel = attention_choice(config, setup)
+    (warn if kernel.slow else detail)(console, f"attention: {kernel}")
+    recurrent = recurrent_choice(config, setup)
+    if has_recurrence(setup.spec):
+        (warn if recurrent.slow else detail)(console, f"recurrence: {recurrent}")
 
 
 def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: float) -> Iterator[str]:

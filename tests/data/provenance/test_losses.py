@@ -21,7 +21,7 @@ from pipeline.data.provenance.loss_file import encode, losses
 from pipeline.data.provenance.losses import Losses, LossQuestion, answer_losses
 from pipeline.data.provenance.run import RunView, open_view
 from pipeline.data.provenance.step_to_documents import where
-from pipeline.train.monitor.window_losses import LossWriter
+from pipeline.train.loop.quantities.windows import LossWriter
 from tests.data.runs import make_config, write_text
 
 STEPS = 40

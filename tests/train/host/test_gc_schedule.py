@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pipeline.data.loading.batch import StepData
 from pipeline.train.host.gc_schedule import EVERY_STEPS, GcSchedule
 from pipeline.train.loop import trainer
 from pipeline.train.loop.step import Stepper
@@ -76,13 +77,13 @@ def test_a_run_collects_at_its_steps(root: Path, monkeypatch: pytest.MonkeyPatch
 def test_steps_leave_no_tensors_to_collect() -> None:
     """Without automatic collection they would fill the device up to the next one."""
     _, _, ours = stepper(step_config())
-    ours.step(batches(2), 40, 1e-2)
+    ours.step(StepData(0, batches(2), 40), 1e-2)
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         for seed in range(3):
-            ours.step(batches(2, seed=seed), 40, 1e-2).to_host()()
+            ours.step(StepData(seed, batches(2, seed=seed), 40), 1e-2).to_host()().columns()
         gc.collect()
         left = [found for found in gc.garbage if isinstance(found, torch.Tensor)]
     finally:

@@ -196,13 +196,13 @@ import pytest
 from pipeline.train.loop.step_metrics import StepMetrics
 from tests.train.poison import poison
 poison(pytest.MonkeyPatch(), {{14: float("inf")}})
-original, calls = StepMetrics.passed_over, []
+original, calls = StepMetrics.skipped, []
 def passed_over(*arguments):
     calls.append(1)
     if len(calls) > {passed_over}:
         os.kill(os.getpid(), signal.SIGKILL)
     return original(*arguments)
-StepMetrics.passed_over = passed_over
+StepMetrics.skipped = passed_over
 sys.argv = ["pipeline", *{[*arguments, "train.faults.rewind_steps=7"]!r}]
 from pipeline.cli.main import main
 main()

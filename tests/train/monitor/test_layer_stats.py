@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 
 from pipeline.config.model import EncoderConfig, ModelConfig
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
+from pipeline.train.loop.quantities.layers import Observer, largest_logits
 from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.part_spec import Reach
-from pipeline.train.monitor.layer_stats import Observer, largest_logits
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.run.folder import read_metrics
@@ -66,14 +66,13 @@ def stepper(model_config: ModelConfig, every: int | None) -> tuple[Decoder, Step
     )
     setup = setup_of(config)
     model = build_model(config, setup)
-    return model.whole, Stepper(config, setup, model, Optimizers(config, model), sources=2)
+    return model.whole, Stepper(config, setup, model, Optimizers(config, model), sources=["a", "b"])
 
 
 def observed(ours: Stepper, data: list[Batch], step: int = 1) -> dict[str, Any]:
     valid = int(sum(batch.weight.sum() for batch in data))
-    row = ours.step(data, valid, 1e-2, step=step).observed
-    assert row is not None
-    return row()
+    row = ours.step(StepData(step - 1, data, valid), 1e-2).columns()
+    return {name: value for name, value in row.items() if name.endswith("_by_layer")}
 
 
 def plain_copy(model: Decoder) -> Decoder:
@@ -178,10 +177,9 @@ def test_the_largest_logits_to_both_sides() -> None:
 
 def test_only_the_steps_asked_for_are_observed() -> None:
     _, ours = stepper(MODELS["llama"], 3)
-    seen = [ours.step(batches(2), 60, 1e-2, step=step).observed is not None for step in range(1, 8)]
-    assert seen == [False, False, True, False, False, True, False]
+    assert [bool(observed(ours, batches(2), step)) for step in range(1, 8)] == [False, False, True] * 2 + [False]
     _, never = stepper(MODELS["llama"], None)
-    assert never.step(batches(2), 60, 1e-2, step=1).observed is None
+    assert not observed(never, batches(2))
 
 
 def test_a_step_that_is_not_finite_shows_where() -> None:

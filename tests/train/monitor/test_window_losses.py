@@ -263,7 +263,7 @@ def test_other_layouts_record_what_one_process_does(on_ranks: Path, layout: str)
 @pytest.mark.parametrize(
     "instant",
     [
-        Instant(function="pipeline.train.monitor.window_losses:LossWriter.write", number=6),
+        Instant(function="pipeline.train.loop.quantities.windows:LossWriter.write", number=6),
         Instant("os.rename", r"/latest$", number=3),
     ],
     ids=["before a record", "in a save"],

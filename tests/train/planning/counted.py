@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.load import load
+from pipeline.data.loading.batch import StepData
 from pipeline.train.loop import trainer
 from pipeline.train.loop.step import Stepper, StepResult
 
@@ -94,9 +95,9 @@ def _counted(number: int) -> Iterator[list[Counter]]:
     before = Stepper.step
     counters: list[Counter] = []
 
-    def step(self: Stepper, *args: Any, **kwargs: Any) -> StepResult:
-        if kwargs["step"] != number:
-            return before(self, *args, **kwargs)
+    def step(self: Stepper, data: StepData, lr: float) -> StepResult:
+        if data.step + 1 != number:
+            return before(self, data, lr)
         devices = self._mesh.devices
         axes = {devices.get_group(name).group_name: name for name in devices.mesh_dim_names or ()}
         ep = None
@@ -107,7 +108,7 @@ def _counted(number: int) -> Iterator[list[Counter]]:
         cp = self._mesh.role("cp").get_group().group_name if self._mesh.size("cp") > 1 else None
         counters.append(Counter(axes, cp, ep))
         with counters[-1]:
-            return before(self, *args, **kwargs)
+            return before(self, data, lr)
 
     Stepper.step = step  # type: ignore[method-assign]
     try:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline.config import Config
 from pipeline.config.run import TimeLimitsConfig
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.distributed.layout import Layout, resolve
 from pipeline.train.distributed.process_group import init_process_group
 from pipeline.train.loop.step import Stepper
@@ -348,12 +348,12 @@ def _high_water() -> int:
 
 def _steps(config: Config, setup: Setup, shape: StepShape) -> None:
     model = build_model(config, setup)
-    stepper = Stepper(config, setup, model, Optimizers(config, model), sources=1)
+    stepper = Stepper(config, setup, model, Optimizers(config, model), sources=["data"])
     for _ in range(_STEPS):
         with record_function(_STEP):
             depth = len(setup.spec.mtp)
             batches = [_batch(shape, depth) for _ in range(shape.micro_batches)]
-            stepper.step(batches, 1000, 1e-3, valid_ahead=(1000,) * depth)
+            stepper.step(StepData(0, batches, 1000, valid_ahead=(1000,) * depth), 1e-3)
 
 
 def _batch(shape: StepShape, depth: int) -> Batch:

@@ -295,14 +295,15 @@ def test_a_run_that_dies_again_and_again_at_a_step_is_refused_and_goes_on_when_i
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Step 5 raises each time; step 3 was saved."""
+    from pipeline.data.loading.batch import StepData
     from pipeline.train.loop.step import Stepper
 
     original = Stepper.step
 
-    def step(self: Stepper, *arguments: Any, **more: Any) -> Any:
-        if more["step"] == 5:
+    def step(self: Stepper, data: StepData, lr: float) -> Any:
+        if data.step == 4:
             raise ZeroDivisionError("in step 5")
-        return original(self, *arguments, **more)
+        return original(self, data, lr)
 
     monkeypatch.setattr(Stepper, "step", step)
     in_time = "train.checkpoint.async_save=false"
@@ -336,10 +337,10 @@ def test_a_process_that_is_killed_at_the_same_step_again_and_again_is_refused(ro
         "            sys.meta_path.remove(self)\n"
         "            from pipeline.train.loop.step import Stepper\n"
         "            original = Stepper.step\n"
-        "            def step(self, *arguments, **more):\n"
-        "                if more['step'] == 5:\n"
+        "            def step(self, data, lr):\n"
+        "                if data.step == 4:\n"
         "                    os.kill(os.getpid(), signal.SIGKILL)\n"
-        "                return original(self, *arguments, **more)\n"
+        "                return original(self, data, lr)\n"
         "            Stepper.step = step\n"
         "sys.meta_path.insert(0, Finder())\n"
     )

@@ -1,13 +1,12 @@
-"""The loss of every sample of a run: summed on the devices, sent to rank 0 with the numbers of the step, kept on disk.
-
-Nobody waits for a device: the sums are reduced behind the gradients, and read when the step's other numbers are.
-"""
+"""Loss of every sample of a run: summed on the devices, sent to rank 0 with the numbers of the step, kept on disk."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,9 +19,11 @@ from pipeline.common.errors import SupersededError
 from pipeline.common.run_files import RunFiles
 from pipeline.common.storage import naming, put
 from pipeline.config import Config
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.order.journal import Journal
 from pipeline.data.provenance.loss_file import LossHead, cut_losses, encode, masked, read_head
+from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.model.loss import TokenLosses
 from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.monitor.loggers.retrying import RetryingLogger
 from pipeline.train.run.folder import RunFolder
@@ -129,16 +130,19 @@ class LossWriter(Logger):
             self._file = None
 
 
-class WindowLosses:
-    """Records the losses of a run's samples: on rank 0, if `train.metrics.windows` is on.
+class WindowLosses(Quantity):
+    """Losses of a run's samples, which rank 0 records if `train.metrics.windows` is on.
 
     Args:
         config: of the run.
         folder: of the run.
+        device: of this rank.
     """
 
-    def __init__(self, config: Config, folder: RunFolder) -> None:
-        self.wanted = config.train.metrics.windows
+    def __init__(self, config: Config, folder: RunFolder, device: torch.device) -> None:
+        self._wanted, self._device = config.train.metrics.windows, device
+        self._sums: WindowSums | None = None
+        self._step, self._samples = 0, range(0)
         self._folder, self._path = folder, RunFiles(folder.path).losses
         self._rank_0 = dist.get_rank() == 0
         self._writer = LossWriter(self._path, folder.attempt)
@@ -157,17 +161,31 @@ class WindowLosses:
         self._writer.attempt = self._folder.attempt
         cut_losses(self._path, journal.samples(step).start)
 
-    def write(self, samples: range, step: int, sums: Tensor | None) -> None:
-        """Record a step.
+    def begin(self, data: StepData) -> None:
+        """Begin with no target."""
+        if self._wanted:
+            self._step, self._samples = data.step + 1, data.samples
+            self._sums = WindowSums(data.samples, self._device)
 
-        Args:
-            samples: global numbers of its samples.
-            step: its number, from 1.
-            sums: from `WindowSums`, on the host; None for a step of which nothing is trained on.
-        """
-        if self.wanted and self._rank_0:
+    def book(self, losses: TokenLosses, batch: Batch) -> None:
+        """Add the samples of a micro-batch."""
+        if self._sums is not None:
+            self._sums.add(losses.loss_BS, batch)
+
+    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+        """Send the sums to rank 0, which records them once they are on its host."""
+        found = None if self._sums is None else self._sums.reduce()
+        return None if found is None else Reading({"sums": found}, partial(self._record, self._step, self._samples))
+
+    def skipped(self, data: StepData) -> None:
+        """Record that no sample of a step was trained on."""
+        self._record(data.step + 1, data.samples, None)
+
+    def _record(self, step: int, samples: range, sums: Tensor | None) -> dict[str, Any]:
+        if self._wanted and self._rank_0:
             codes = masked(len(samples)) if sums is None else encode(*sums.numpy())
             self._logger.write({"step": step, "first": samples.start, "codes": codes})
+        return {}
 
     def sync(self) -> None:
         """Flush to disk what is recorded, before a checkpoint of these steps is committed."""

@@ -5,14 +5,16 @@ Shapes: B samples of a micro-batch, S positions, T keys, D width, H query heads,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.data.loading.batch import Batch
+from pipeline.data.loading.batch import Batch, StepData
+from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
 from pipeline.train.model.context import ActivationObserver
 from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.optim.gradients import Gradients
@@ -22,31 +24,8 @@ _LOGITS_AT_ONCE = 2**24
 """Attention logits that are computed at a time, in fp32: 64 MiB."""
 
 
-@dataclass(frozen=True)
-class Observed:
-    """Statistics of a step over all ranks, fp64; called, it reads its tensors for metrics.jsonl."""
-
-    groups: list[str]
-    """Layers, then the modules at the ends of the model."""
-    norms: Tensor
-    """[groups], norm of the gradient."""
-    sizes: Tensor
-    """[layers], root mean square of the residual stream behind a layer."""
-    peaks: Tensor
-    """[layers], largest attention logit."""
-
-    def __call__(self) -> dict[str, Any]:
-        """By layer, and the norms by group."""
-        layers = self.groups[: len(self.sizes)]
-        return {
-            "grad_norm_by_layer": dict(zip(self.groups, self.norms.tolist(), strict=True)),
-            "activation_rms_by_layer": dict(zip(layers, self.sizes.tolist(), strict=True)),
-            "attention_logit_max_by_layer": dict(zip(layers, self.peaks.tolist(), strict=True)),
-        }
-
-
-class Observer:
-    """Watches one step in `every_steps`, and costs nothing in the others.
+class Observer(Quantity):
+    """Statistics by layer of one step in `every_steps`, which cost nothing in the others.
 
     Every rank has one, and observes the same steps. What it computes is beside the training, whose bits stay the same.
     """
@@ -71,9 +50,9 @@ class Observer:
                     self._places[block.get_submodule("mixer")] = int(index)
         self._seen: _StepSums | None = None
 
-    def begin(self, step: int) -> None:
-        """Before the forward passes of a step, counted from 1; decides whether it is observed."""
-        observes = self._every_steps is not None and step % self._every_steps == 0
+    def begin(self, data: StepData) -> None:
+        """Decide whether the step is observed."""
+        observes = self._every_steps is not None and (data.step + 1) % self._every_steps == 0
         self._seen = _StepSums(self._places, self._layers, self._device) if observes else None
 
     def watch(self, batch: Batch) -> ActivationObserver | None:
@@ -82,32 +61,43 @@ class Observer:
         return None if self._seen is None else _MicroBatchObserver(self._seen, batch.sources >= 0)
 
     def gradients(self, gradients: Gradients) -> None:
-        """After the backward passes, while the gradients are there and not clipped yet."""
+        """Take in the norms of the gradients."""
         if self._seen is not None:
             by_group = gradients.squares_by(_group)
             self._seen.gradients = torch.stack([by_group.get(name, self._seen.zero) for name in self._groups])
 
-    def finish(self, loss_scale: Tensor | None) -> Observed | None:
-        """After `gradients`: what was seen over all ranks; None if nothing was.
-
-        Every rank calls this.
-
-        Args:
-            loss_scale: what the gradients were multiplied by.
-        """
+    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+        """The statistics over all ranks, which have maxima among them and so are no part of the step's one sum."""
         seen, self._seen = self._seen, None
         if seen is None:
             return None
-        sums = torch.cat([seen.squares, seen.counts, seen.gradients])
-        dist.all_reduce(sums)
+        added = torch.cat([seen.squares, seen.counts, seen.gradients])
+        dist.all_reduce(added)
         # What a maximum of NaN and numbers is depends on their order.
         peaks = seen.peaks.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-        squares, counts, gradients = torch.split(sums, [self._layers, self._layers, len(self._groups)])
+        squares, counts, gradients = torch.split(added, [self._layers, self._layers, len(self._groups)])
         # Processes of a tp axis that have the same activations count them alike in both sums.
         sizes = (squares / counts).sqrt()
-        norms = gradients.sqrt() if loss_scale is None else gradients.sqrt() / loss_scale
-        return Observed(self._groups, norms, sizes, peaks)
+        norms = gradients.sqrt() if update.loss_scale is None else gradients.sqrt() / update.loss_scale
+        return Reading({"norms": norms, "sizes": sizes, "peaks": peaks}, partial(_columns, self._groups))
+
+
+def _columns(groups: list[str], norms: Tensor, sizes: Tensor, peaks: Tensor) -> dict[str, Any]:
+    """Columns by layer, and norms of gradients also by module at the ends of the model.
+
+    Args:
+        groups: layers, then the modules at the ends.
+        norms: [groups], norm of the gradient.
+        sizes: [layers], root mean square of the residual stream behind a layer.
+        peaks: [layers], largest attention logit.
+    """
+    layers = groups[: len(sizes)]
+    return {
+        "grad_norm_by_layer": dict(zip(groups, norms.tolist(), strict=True)),
+        "activation_rms_by_layer": dict(zip(layers, sizes.tolist(), strict=True)),
+        "attention_logit_max_by_layer": dict(zip(layers, peaks.tolist(), strict=True)),
+    }
 
 
 class _StepSums:
