@@ -22,13 +22,13 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.heartbeat import read_beat
 from pipeline.train.run.lock import holder, is_held
 from slurm import jobs, scheduler
-from slurm.job import active_jobs
-from slurm.job.active_jobs import ActiveJob
 from slurm.jobs import Stage
 from slurm.local.background import LocalSteps
+from slurm.record import active_jobs
+from slurm.record.active_jobs import ActiveJob
+from slurm.record.live_jobs import LiveJobs, live_jobs, runs, waits
 from slurm.run_argument import run_folder
 from slurm.scheduler import SchedulerError
-from slurm.status.live import LiveJobs, live_jobs, runs, waits
 
 _ORDER: tuple[tuple[Stage, ...], ...] = (("curate", "decide"), ("preprocess", "finish"), ("train",), ("eval",))
 """Stages that are ended together, in the order of a run."""

@@ -22,6 +22,16 @@ Stage = Literal["curate", "decide", "preprocess", "finish", "train", "eval"]
 LAST_OF_ARRAYS: tuple[Stage, ...] = ("decide", "finish")
 ARRAYS: tuple[Stage, ...] = ("curate", "preprocess")
 """Stages of arrays, whose tasks share the work."""
+StageName = Literal["curate", "preprocess", "train", "eval"]
+"""Stages that a user names; curation becomes a job for each pass and one more, preprocessing two jobs."""
+_STAGE_NAMES: dict[Stage, StageName] = {
+    "curate": "curate",
+    "decide": "curate",
+    "preprocess": "preprocess",
+    "finish": "preprocess",
+    "train": "train",
+    "eval": "eval",
+}
 Backend = Literal["slurm", "local"]
 SUBMISSIONS = "submissions"
 """Folder of what jobs read when they start: in `RunFiles.slurm`, or where other users cannot write."""
@@ -29,6 +39,22 @@ LOGS = "jobs"
 """Folder of scripts and logs of jobs, in the form that submitit writes them, in the same places."""
 CODE = "code"
 """Folder of code snapshots, in the same places."""
+
+
+def stage_name(stage: Stage) -> str:
+    """The name of a stage for users; of one that another version has noted, that name."""
+    return _STAGE_NAMES.get(stage, stage)
+
+
+def stage_words(stage: Stage) -> str:
+    """The name of a job's stage in logs and lists: `end of preprocess` of the job after an array."""
+    return f"end of {stage_name(stage)}" if stage in LAST_OF_ARRAYS else stage
+
+
+def resources_key(stage: Stage) -> str:
+    """Key of the resources of a stage in `slurm` and in a profile: curation needs what preprocessing does."""
+    name = stage_name(stage)
+    return "preprocess" if name == "curate" else name
 
 
 @dataclass(frozen=True)
@@ -179,3 +205,14 @@ def note_cancelled(run: Path, *, now: bool, stages: tuple[Stage, ...] = ()) -> N
 def forget_cancelled(run: Path) -> None:
     """It was submitted again."""
     links.remove(RunFiles(run).cancelled, missing_ok=True)
+
+
+def is_alive(run: Path, job: Job) -> bool:
+    """True if the process of a local job of this machine runs."""
+    try:
+        words = Path(f"/proc/{job.job}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    folder = jobs_folder(run)  # of a sweep's run, a link to that of the sweep
+    names = {os.fsencode(folder.absolute()), os.fsencode(folder.resolve())}
+    return not names.isdisjoint(words)  # else another process has its number by now

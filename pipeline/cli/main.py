@@ -41,7 +41,7 @@ from pipeline.train.distributed.rank import begin_rank, is_rank, record_error
 if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.train.checkpoint.exported import WeightsOf
-    from slurm.submit.job_plan import StageName
+    from slurm.jobs import StageName
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -168,7 +168,7 @@ def plan(
 ) -> None:
     """Estimate memory, time and communication of a training run. Starts nothing. Exit code 2 if it does not fit."""
     config = _load(run, overrides)
-    from slurm.forecast.command import estimate
+    from slurm.forecast import estimate
 
     if not estimate(config, Console(), nodes=nodes, device=device, suggest=suggest, as_json=as_json, verbose=verbose):
         raise typer.Exit(EXIT_REFUSED)
@@ -440,7 +440,7 @@ def init(
     from pipeline.config.starter import write
 
     if profile:
-        from slurm.submit.site_init import write_profile
+        from slurm.site.site_init import write_profile
 
         path = write_profile(folder)
         echo(f"wrote {path}\nCorrect what is marked CHANGE, then write in run files:\nslurm: {{profile: {path}}}")

@@ -10,7 +10,7 @@ from pipeline.common.run_files import RunFiles
 
 if TYPE_CHECKING:
     from pipeline.config import Config
-    from slurm.submit.job_plan import StageName
+    from slurm.jobs import StageName
 
 
 def submitted(

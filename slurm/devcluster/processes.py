@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.common.errors import MachineError
-from slurm.logs.tail import last_lines
+from slurm.record.tail import last_lines
 
 _POLL = 0.05
 """Seconds between two looks at what is waited for."""

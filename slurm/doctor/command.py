@@ -259,7 +259,7 @@ def _gpus(config: Config) -> int:
 
 
 def _site(config: Config) -> SiteConfig:
-    from slurm.submit.site_profile import site_of
+    from slurm.site.site_profile import site_of
 
     return site_of(config)
 

@@ -19,15 +19,15 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.run.attempts import attempts
 from pipeline.train.run.heartbeat import ENDED, read_beats
 from slurm import jobs, scheduler
-from slurm.drill.record import DrillRecord, remove_drill
 from slurm.drill.strike import Part, Target
-from slurm.job.launch_log import Launch, launches
 from slurm.job.restart_policy import crashes_in_a_row
 from slurm.jobs import Job
 from slurm.logs.parts import parts
+from slurm.record.drill_record import DrillRecord, remove_drill
+from slurm.record.launch_log import Launch, launches
+from slurm.record.live_jobs import live_jobs, runs
+from slurm.record.submission import Submission, read_submission
 from slurm.run_argument import run_folder
-from slurm.status.live import live_jobs, runs
-from slurm.submit.submission import Submission, read_submission
 
 _LOOK = 1.0
 """Seconds between looks at the files of the run."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm import jobs, scheduler
-from slurm.job.launch_log import launches
 from slurm.jobs import ARRAYS, Job
+from slurm.record.launch_log import launches
 from slurm.scheduler import SchedulerError
 
 

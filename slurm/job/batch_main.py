@@ -48,19 +48,18 @@ from slurm.job.eval_jobs import Evaluations
 from slurm.job.folder_watch import FolderWatch
 from slurm.job.health_checks import HealthChecks
 from slurm.job.job_queue import JobQueue
-from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end, launches, next_words
 from slurm.job.pack import Pack
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, stops_in_a_row, suspects
 from slurm.job.srun_step import SrunStep, rendezvous_env
 from slurm.job.step_signals import StepSignals
-from slurm.jobs import LAST_OF_ARRAYS
-from slurm.logs.failure_analysis import first_failure, gather_errors, interrupted
-from slurm.logs.rank_logs import STAMP
-from slurm.logs.tail import last_lines
+from slurm.jobs import LAST_OF_ARRAYS, stage_words
 from slurm.notify.job import JobNotices
+from slurm.record.failure_analysis import first_failure, gather_errors, interrupted
+from slurm.record.launch_log import Launch, LaunchEnd, Next, begin, end, launches, next_words
+from slurm.record.rank_logs import STAMP
+from slurm.record.submission import Submission, read_submission
+from slurm.record.tail import last_lines
 from slurm.submit import permissions
-from slurm.submit.job_plan import stage_words
-from slurm.submit.submission import Submission, read_submission
 
 _LOOK = 10.0
 """Seconds between looks at new checkpoints."""
@@ -95,7 +94,7 @@ def run_submission(
         by_hand: a user has started it in an allocation, and signals stop it.
 
     Returns:
-        What follows, a word of `slurm.job.launch_log.Next`.
+        What follows, a word of `slurm.record.launch_log.Next`.
 
     Raises:
         UserError: a file of the submission is not what was sent.

@@ -7,9 +7,8 @@ from pathlib import Path
 from pipeline.common import storage
 from pipeline.common.format import when
 from pipeline.common.run_files import RunFiles
-from slurm.job.launch_log import Launch, launches
-from slurm.jobs import Stage
-from slurm.submit.job_plan import stage_words
+from slurm.jobs import Stage, stage_words
+from slurm.record.launch_log import Launch, launches
 
 _LAST = 10
 """Launches that a report shows."""

@@ -23,11 +23,11 @@ from pipeline.common.errors import (
 )
 from pipeline.common.run_files import RunFiles
 from slurm.job.allocation import Allocation
-from slurm.job.launch_log import Launch
 from slurm.job.srun_step import SrunStep
-from slurm.logs.failure_analysis import first_failure, stopped
-from slurm.logs.rank_logs import log_file
-from slurm.logs.tail import last_lines
+from slurm.record.failure_analysis import first_failure, stopped
+from slurm.record.launch_log import Launch
+from slurm.record.rank_logs import log_file
+from slurm.record.tail import last_lines
 
 SRUN_LINES = 10_000
 """Last lines of srun's own output that are read."""

@@ -19,8 +19,8 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import is_permanent
 from slurm import jobs, scheduler
 from slurm.jobs import Job
+from slurm.record.submission import Submission
 from slurm.submit import job_plan
-from slurm.submit.submission import Submission
 
 AT_ONCE = 8
 """Jobs that a look sends at most: a run may have many checkpoints when evaluations are turned on."""
@@ -145,7 +145,7 @@ class Evaluations:
         identity, submission = _identity(checkpoint), self._submission
         if self._refused[identity] >= SENDS:
             return
-        from slurm.submit.submit import send_all  # which itself needs what jobs run, and so this module
+        from slurm.submit.submit import send_all  # submitit takes a while to import
         from slurm.submit.submitit_backend import cancel_unknown
 
         try:

@@ -19,8 +19,8 @@ from pipeline.common.format import duration
 from pipeline.common.run_identity import LostRunFolder
 from slurm import jobs
 from slurm.jobs import Stage
+from slurm.record.submission import Submission
 from slurm.submit.batch_script import FOLDER_SECONDS
-from slurm.submit.submission import Submission
 
 _LOOK = 2.0
 _STOPS = {signal.SIGTERM, signal.SIGUSR2, signal.SIGINT}

@@ -11,7 +11,7 @@ from pipeline.common import links
 from slurm.doctor.health import SECONDS, health_words, unhealthy
 from slurm.job.allocation import Allocation
 from slurm.job.srun_step import SrunStep
-from slurm.submit.submission import Submission
+from slurm.record.submission import Submission
 
 _LOG = "health.log"
 

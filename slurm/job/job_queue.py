@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 
 from slurm import jobs, scheduler
 from slurm.job.allocation import Allocation
-from slurm.job.launch_log import LaunchEnd, launches
 from slurm.job.restart_policy import suspects
-from slurm.submit.submission import Submission
+from slurm.record.launch_log import LaunchEnd, launches
+from slurm.record.submission import Submission
 
 
 class JobQueue:

@@ -24,8 +24,8 @@ from pipeline.common.signals import ignore, stop_signals
 from pipeline.train.host.cpu_topology import equal_sets
 from slurm import jobs
 from slurm.job.allocation import Allocation
-from slurm.job.launch_log import launches
-from slurm.submit.submission import Submission, read_submission
+from slurm.record.launch_log import launches
+from slurm.record.submission import Submission, read_submission
 
 T = TypeVar("T")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")

@@ -18,10 +18,9 @@ from pipeline.common.errors import (
     EXIT_SUPERSEDED,
     EXIT_UNSAVED,
 )
-from slurm.job.launch_log import Launch, Next
-from slurm.jobs import Stage
-from slurm.submit.job_plan import resources_key
-from slurm.submit.submission import Chain
+from slurm.jobs import Stage, resources_key
+from slurm.record.launch_log import Launch, Next
+from slurm.record.planned_job import Chain
 
 _FINAL = {
     EXIT_REFUSED: "another start would be refused for the same reason",

@@ -18,8 +18,8 @@ from pipeline.common import links
 from pipeline.common.console import VERBOSE
 from pipeline.config.parsing.code_keys import vouch_for
 from slurm.job.srun_task import LOGS
-from slurm.logs.rank_logs import log_file, srun_log
-from slurm.submit.submission import Submission
+from slurm.record.rank_logs import log_file, srun_log
+from slurm.record.submission import Submission
 
 _POLL = 0.2
 """Seconds between looks at whether the processes have ended."""
@@ -92,7 +92,7 @@ class SrunStep:
             return ["--label"]
         if self.per_node == 1:
             return ["--unbuffered", f"--output={self.logs}/rank-%4t.log"]
-        # Whole lines, each after its rank; see `slurm.logs.rank_logs`.
+        # Whole lines, each after its rank; see `slurm.record.rank_logs`.
         return ["--label", f"--output={self.logs}/node-%4n.log"]
 
     def _binding(self) -> list[str]:

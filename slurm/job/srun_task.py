@@ -90,7 +90,7 @@ def _set_log_files(folder: str, given: Mapping[str, str]) -> None:
 
     from pipeline.common import storage
     from pipeline.train.distributed.rank import NODE_ERRORS
-    from slurm.logs.rank_logs import log_file, node_errors
+    from slurm.record.rank_logs import log_file, node_errors
 
     logs = Path(folder)
     rank, number, nodes = (int(given.get(f"SLURM_{name}", default)) for name, default in _PLACE)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from pipeline.common.run_files import RunFiles
 from slurm import jobs
-from slurm.job.launch_log import launches
 from slurm.jobs import Job
-from slurm.submit.submission import find_submission
+from slurm.record.launch_log import launches
+from slurm.record.submission import find_submission
 
 _PATIENCE = 30.0
 """Seconds from SIGTERM to SIGKILL, as schedulers have it."""

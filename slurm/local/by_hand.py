@@ -14,10 +14,10 @@ from pipeline.common.errors import UserError
 from pipeline.train.distributed.rank import is_rank, of_environment
 from pipeline.train.run import lock
 from slurm import jobs
-from slurm.job import active_jobs
 from slurm.job.srun_task import LOGS
 from slurm.jobs import Job, Stage
-from slurm.status.live import live_jobs
+from slurm.record import active_jobs
+from slurm.record.live_jobs import live_jobs
 
 _SHARED: dict[str, tuple[Stage, ...]] = {"curate": ("curate", "decide"), "preprocess": ("preprocess", "finish")}
 """Jobs that share work with a stage that is started by hand."""

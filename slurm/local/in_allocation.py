@@ -28,14 +28,15 @@ from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock_holder import identity, lives_here
 from slurm import jobs, scheduler
 from slurm.checks import look_at_stages
-from slurm.jobs import Backend
+from slurm.jobs import Backend, StageName, stage_name
 from slurm.local import by_hand
+from slurm.record.planned_job import PlannedJob
+from slurm.record.submission import read_submission
+from slurm.site.site_profile import site_of
 from slurm.submit import permissions
 from slurm.submit.complete_stages import missing_stages
 from slurm.submit.dry_run import show_findings
-from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan, stage_name
-from slurm.submit.site_profile import site_of
-from slurm.submit.submission import read_submission
+from slurm.submit.job_plan import eval_job, plan
 from slurm.submit.submit import write_submission
 
 _PATIENCE = 2.0

@@ -47,10 +47,10 @@ from pipeline.train.planning.fit import check_memory
 from pipeline.train.rules.layout import check_evaluation_layout, check_layout
 from pipeline.train.run.folder import note_end
 from pipeline.train.torch_compat.agent import OneNode, WatchedAgent
-from slurm.drill.record import read_drill
-from slurm.logs.failure_analysis import TAIL, FailedProcess, causes, first_of
-from slurm.logs.rank_logs import STAMP, error_file, log_file
-from slurm.logs.tail import last_lines
+from slurm.record.drill_record import read_drill
+from slurm.record.failure_analysis import TAIL, FailedProcess, causes, first_of
+from slurm.record.rank_logs import STAMP, error_file, log_file
+from slurm.record.tail import last_lines
 from slurm.submit.disk_space import check_room
 
 RANK_MODULE = ("pipeline",)

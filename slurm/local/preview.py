@@ -17,11 +17,12 @@ from pipeline.data.work.units import reading
 from pipeline.train.planning.fit import check_memory, is_meant_for_this_machine
 from pipeline.train.rules.layout_check import check, world_size
 from slurm.checks import look_at_stages
-from slurm.forecast.course import forecast
+from slurm.jobs import StageName
+from slurm.site.site_profile import site_of
+from slurm.submit.course import forecast
 from slurm.submit.disk_space import check_room
 from slurm.submit.dry_run import show_findings, training_lines
-from slurm.submit.job_plan import StageName, plan
-from slurm.submit.site_profile import site_of
+from slurm.submit.job_plan import plan
 
 
 def preview(config: Config, stages: Sequence[StageName], console: Console, step: int | None = None) -> None:

@@ -139,7 +139,7 @@ def train(config: Config, console: Console | None = None) -> int:
 
     processes = config.launch.processes or fixed_processes(config.parallel)
     _resolve_schedule(config, processes, console or Console())
-    from slurm.notify.local import notified_training
+    from slurm.local.training_notices import notified_training
 
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
     with notified_training(config, console), _stage(config, "train"), _terminate_stops():

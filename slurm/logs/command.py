@@ -10,13 +10,13 @@ from rich.console import Console
 from pipeline.common.console import say, verbatim
 from pipeline.common.errors import UserError
 from slurm import jobs
-from slurm.job import active_jobs
-from slurm.logs.failure_analysis import Failure, first_failure
 from slurm.logs.follow import follow_logs, write_out
-from slurm.logs.job_log import own_error
 from slurm.logs.parts import LogPart, parts
-from slurm.logs.rank_logs import srun_log
-from slurm.logs.tail import Tail, Tails, last_lines
+from slurm.record import active_jobs
+from slurm.record.failure_analysis import Failure, first_failure
+from slurm.record.job_log import own_error
+from slurm.record.rank_logs import srun_log
+from slurm.record.tail import Tail, Tails, last_lines
 from slurm.run_argument import run_folder
 
 _SRUN_LINES = 10_000

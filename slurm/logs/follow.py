@@ -11,12 +11,12 @@ from pipeline.common.console import say, visible_log
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.lock import is_held
 from slurm import jobs
-from slurm.job import active_jobs
-from slurm.job.active_jobs import ActiveJob
-from slurm.job.launch_log import Launch, launches
 from slurm.logs.parts import LogPart, parts
-from slurm.logs.tail import Tail, Tails
-from slurm.status.live import LiveJobs, live_jobs
+from slurm.record import active_jobs
+from slurm.record.active_jobs import ActiveJob
+from slurm.record.launch_log import Launch, launches
+from slurm.record.live_jobs import LiveJobs, live_jobs
+from slurm.record.tail import Tail, Tails
 
 _POLL = 0.3
 """Seconds between looks at files."""

@@ -14,10 +14,9 @@ from pipeline.common.format import when
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import Attempt, attempts
 from slurm import jobs
-from slurm.job.launch_log import Launch, launches
-from slurm.jobs import Stage
-from slurm.logs.rank_logs import STAMP, RankLog, rank_log
-from slurm.submit.job_plan import stage_words
+from slurm.jobs import Stage, stage_words
+from slurm.record.launch_log import Launch, launches
+from slurm.record.rank_logs import STAMP, RankLog, rank_log
 
 _BY_HAND = re.compile(r"^(\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d)(-eval)?(?:\.\d+)?$")
 """A folder that `pipeline train` or `pipeline eval` makes for its ranks from 1 on."""

@@ -8,10 +8,9 @@ from pathlib import Path
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED
 from pipeline.config import Config
 from pipeline.train.checkpoint.manager import Checkpoints
-from slurm.job.launch_log import Launch, LaunchEnd, launches
 from slurm.jobs import ARRAYS, Stage
-from slurm.notify.local import tell_end
-from slurm.notify.notices import Notices, end_of, harmless
+from slurm.notify.notices import Notices, end_of, harmless, tell_end
+from slurm.record.launch_log import Launch, LaunchEnd, launches
 
 _HURRY = 5.0
 """Seconds that a job waits at most for its notices before it goes back into the queue, or where it is told to end."""

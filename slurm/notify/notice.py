@@ -45,7 +45,7 @@ class Notice:
     code: int | None = None
     """Exit code, of an end."""
     next: str | None = None
-    """What follows on the end of a launch, see `slurm.job.launch_log.Next`."""
+    """What follows on the end of a launch, see `slurm.record.launch_log.Next`."""
     test: bool = False
     """Nothing has happened: somebody tries the notifications."""
     time: float = field(default_factory=time.time)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import storage
+from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_STOPPED
 from pipeline.common.format import counted, duration
 from pipeline.common.redaction import masked
 from pipeline.common.run_files import RunFiles
@@ -248,3 +249,12 @@ def end_of(run: Path, code: int, reason: str, before: int) -> dict[str, Any]:
     if isinstance(attempt, int) and attempt > before:
         return {**found, "attempt": attempt, "step": step if isinstance(step, int) else None}
     return found
+
+
+def tell_end(notices: Notices, end: dict[str, Any]) -> None:
+    """Tell of the end of a training, after which nothing continues it."""
+    code, step = end["code"], end.get("step")
+    if code == EXIT_OK:
+        notices.send("done", key=None if step is None else f"step {step}", **end)
+    else:
+        notices.send("stopped" if code in (EXIT_STOPPED, EXIT_INTERRUPTED) else "failed", **end)

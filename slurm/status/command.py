@@ -19,12 +19,12 @@ from pipeline.common.format import when
 from pipeline.config import Config
 from pipeline.config.load import load_run
 from slurm import jobs, scheduler
+from slurm.record import sweep_folder
 from slurm.scheduler import Accounted, SchedulerError
 from slurm.status.files import RunSnapshot, is_run
 from slurm.status.queued import SchedulerSnapshot
 from slurm.status.run import RunStatus, describe
 from slurm.status.show import picture, show
-from slurm.sweep import folder as sweep_folder
 
 _EVERY = 5.0
 """Seconds between pictures."""

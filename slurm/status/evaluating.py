@@ -7,10 +7,10 @@ from pathlib import Path
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import when
-from slurm.job.active_jobs import describe
-from slurm.job.launch_log import launches
+from slurm.record.active_jobs import describe
+from slurm.record.launch_log import launches
+from slurm.record.live_jobs import live_jobs
 from slurm.status.files import RunSnapshot
-from slurm.status.live import live_jobs
 
 
 def evaluation_lines(run: Path) -> Iterator[str]:

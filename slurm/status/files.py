@@ -28,11 +28,11 @@ from pipeline.eval.reports import report_files
 from pipeline.train.run.lock import holder
 from slurm import jobs
 from slurm.job.folder_watch import LostFolderNote, read_note
-from slurm.job.launch_log import LAST, Launch, launches
 from slurm.jobs import Job, Stage
-from slurm.logs.job_log import own_error
+from slurm.record.job_log import own_error
+from slurm.record.launch_log import LAST, Launch, launches
+from slurm.record.submission import Submission, find_submission
 from slurm.submit.permissions import private_folder
-from slurm.submit.submission import Submission, find_submission
 
 _ROWS = 20_000
 """Rows of the metrics that are looked at, from the last one on."""

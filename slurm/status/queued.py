@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from pipeline.common.errors import EXIT_OK
 from slurm import jobs
-from slurm.job.launch_log import Launch, is_all
 from slurm.jobs import Backend, Job, Stage
+from slurm.record.launch_log import Launch, is_all
 from slurm.scheduler import UNKNOWN, Accounted, JobState
 from slurm.status.files import RunSnapshot
 
@@ -106,12 +106,10 @@ def _queued(facts: RunSnapshot, job: Job, snapshot: SchedulerSnapshot) -> Queued
     states: list[JobState] = []
     unknown = False
     if job.where == "local":
-        from slurm.submit.submitit_backend import is_alive  # submitit takes a while to import
-
         unknown = job.host != socket.gethostname()
         past, submission = facts.launches_of(job), facts.submission(job)
         stages = None if submission is None else 1 + len(submission.then)
-        if not unknown and is_alive(facts.run, job) and not is_all(past, stages):
+        if not unknown and jobs.is_alive(facts.run, job) and not is_all(past, stages):
             # The process of a sweep does one run after the other.
             begun = bool(past)
             state = JobState(job.job, "RUNNING", nodes=job.host, start=job.time)

@@ -23,8 +23,8 @@ from pipeline.train.run.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.run.lock import is_held
 from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
-from slurm.job.launch_log import Launch, LaunchEnd, next_words
 from slurm.job.restart_policy import suspects
+from slurm.record.launch_log import Launch, LaunchEnd, next_words
 from slurm.status.files import MetricRows, RunSnapshot
 from slurm.status.queued import QueuedJob, SchedulerSnapshot, lost_launches, queue
 from slurm.status.state import LOST, State, judge, node_of, row_outcome, with_refusal

@@ -15,11 +15,11 @@ from pipeline.common.console import print_table, say
 from pipeline.common.format import counted, duration, percent
 from pipeline.data.work.progress import WIDE
 from pipeline.train.run.goodput import Goodput
-from slurm.job.launch_log import next_words
+from slurm.jobs import stage_words
+from slurm.record.launch_log import next_words
 from slurm.scheduler import UNKNOWN
 from slurm.status.queued import QueuedJob
 from slurm.status.run import AttemptRow, RunStatus
-from slurm.submit.job_plan import stage_words
 
 _SHOWN = 10
 """Attempts and nodes that are listed; --json has all."""

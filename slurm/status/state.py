@@ -22,13 +22,12 @@ from pipeline.common.format import counted, duration, listed, when
 from pipeline.train.run.attempts import Attempt
 from pipeline.train.run.heartbeat import ENDED, HUNG, Beat
 from slurm import jobs
-from slurm.job.launch_log import Launch, Next
-from slurm.jobs import ARRAYS, Cancelled, Job, Stage
+from slurm.jobs import ARRAYS, Cancelled, Job, Stage, resources_key, stage_name
 from slurm.pending_reasons import HELD, meaning
+from slurm.record.launch_log import Launch, Next
 from slurm.scheduler import UNKNOWN
 from slurm.status.files import RunSnapshot
 from slurm.status.queued import QueuedJob, SchedulerSnapshot, in_question, is_of
-from slurm.submit.job_plan import resources_key, stage_name
 
 # fmt: off
 State = Literal[

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipeline.common.errors import EXIT_INTERRUPTED, EXIT_OTHER
 from pipeline.common.run_files import RunFiles
 from slurm.jobs import LOGS
-from slurm.submit.submission import Chain
+from slurm.record.planned_job import Chain
 
 FOLDER_SECONDS = 300
 """For which a job waits for its run folder: a disk that was not mounted comes back, or an administrator sees to it."""

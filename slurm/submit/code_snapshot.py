@@ -34,7 +34,7 @@ from pipeline.common.redaction import is_secret_variable, masked
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import packaged_configs
 from slurm import jobs
-from slurm.submit import integrity
+from slurm.record import integrity
 
 _RECORDED = re.compile(
     r"^(SLURM_CONF|MODULE.*|LOADEDMODULES|NCCL_.*|TORCH_.*|OMP_.*|CUDA_.*|HIP_.*|ROCR_.*|HSA_.*|GLOO_.*|PYTHON.*|VIRTUAL_ENV"

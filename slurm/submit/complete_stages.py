@@ -15,7 +15,7 @@ from pipeline.eval.reports import evaluated_checkpoint, report_path
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.policy import is_permanent
-from slurm.submit.job_plan import StageName
+from slurm.jobs import StageName
 
 
 def missing_stages(
@@ -70,7 +70,7 @@ def _trained_step(config: Config) -> int | None:
     """Last step of a training that would find nothing to do; None where there is something, or it is not sure."""
     from pipeline.train.rules.layout_check import planned_spec
     from pipeline.train.start.run_plan import plan_run
-    from slurm.forecast.course import checkpoints_disk, read_course
+    from slurm.submit.course import checkpoints_disk, read_course
 
     run, state = config.run.dir, RunFiles(config.run.dir).exit_state()
     if config.resume.from_ is not None or state.get("code") != EXIT_OK:

@@ -10,7 +10,7 @@ from pipeline.common.format import size
 from pipeline.config import Config
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.rules.layout_check import planned_spec
-from slurm.forecast.course import Course, Disk, checkpoints_disk, read_course
+from slurm.submit.course import Course, Disk, checkpoints_disk, read_course
 
 _TIGHT = 2
 """Times the room that checkpoints need, below which it is tight."""

@@ -14,11 +14,10 @@ from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from pipeline.train.planning.jobs import jobs_needed
-from slurm.forecast.course import START_S, Course, Disk, Forecast, forecast, job_seconds
 from slurm.jobs import Backend, jobs_folder
-from slurm.submit.job_plan import PlannedJob
+from slurm.record.planned_job import Chain, PlannedJob
+from slurm.submit.course import START_S, Course, Disk, Forecast, forecast, job_seconds
 from slurm.submit.stop_lead_time import signal_seconds
-from slurm.submit.submission import Chain
 
 _AFTER_TIME: dict[Chain, str] = {
     "requeue": "the same job is queued again",

@@ -6,70 +6,16 @@ curate (an array per pass) -> decide -> preprocess (array) -> finish -> train (c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.train.distributed.layout import fixed_processes, resolve
-from slurm.jobs import LAST_OF_ARRAYS, Backend, Stage
-from slurm.submit.submission import Chain, JobShape
+from slurm.jobs import Backend, Stage, StageName, resources_key
+from slurm.record.planned_job import Chain, Dependency, PlannedJob
 
-StageName = Literal["curate", "preprocess", "train", "eval"]
-"""Stages that a user names; curation becomes a job for each pass and one more, preprocessing two jobs."""
-KEYS: dict[Stage, StageName] = {
-    "curate": "curate",
-    "decide": "curate",
-    "preprocess": "preprocess",
-    "finish": "preprocess",
-    "train": "train",
-    "eval": "eval",
-}
 _DEFAULT_TIME = 60
 """Minutes, where neither the run file nor the profile has a time."""
-
-
-def stage_name(stage: Stage) -> str:
-    """The name of a stage for users; of one that another version has noted, that name."""
-    return KEYS.get(stage, stage)
-
-
-def stage_words(stage: Stage) -> str:
-    """The name of a job's stage in logs and lists: `end of preprocess` of the job after an array."""
-    return f"end of {stage_name(stage)}" if stage in LAST_OF_ARRAYS else stage
-
-
-def resources_key(stage: Stage) -> str:
-    """Key of the resources of a stage in `slurm` and in a profile: curation needs what preprocessing does."""
-    name = stage_name(stage)
-    return "preprocess" if name == "curate" else name
-
-
-@dataclass(frozen=True)
-class Dependency:
-    """A job that is waited for."""
-
-    job: PlannedJob
-    kind: Literal["afterok", "afterany"]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class PlannedJob(JobShape):
-    """A job, an array of them, or a chain."""
-
-    name: str
-    gpus_per_node: int = 0
-    tasks: int = 1
-    """Tasks of an array."""
-    after: tuple[Dependency, ...] = field(default=())
-    step: int | None = None
-
-    @property
-    def minutes(self) -> int:
-        """Time limit of one job."""
-        assert self.resources.time is not None, "`plan` sets it"
-        return self.resources.time
 
 
 def plan(

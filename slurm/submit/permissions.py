@@ -14,7 +14,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.train.run.folder import make_writable
 from slurm import jobs
-from slurm.submit import integrity
+from slurm.record import integrity
 
 
 def apply_permissions(config: Config) -> None:

@@ -25,12 +25,13 @@ from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.rules.layout import check_evaluation_layout
 from slurm.checks import look_at_stages
 from slurm.doctor.node import space
-from slurm.forecast.course import START_S, Forecast, forecast, job_seconds
 from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend
 from slurm.notify.outbox import describe, unusable
-from slurm.submit import sbatch_env
+from slurm.record.planned_job import PlannedJob
+from slurm.site import sbatch_env
+from slurm.submit.course import START_S, Forecast, forecast, job_seconds
 from slurm.submit.disk_space import checkpoints_room
-from slurm.submit.job_plan import PlannedJob, eval_job, gpus_key
+from slurm.submit.job_plan import eval_job, gpus_key
 from slurm.submit.preflight_cluster import check_cluster
 
 _STAGES = {"decide": "curate", "finish": "preprocess"}

@@ -14,10 +14,11 @@ from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
 from slurm import scheduler
-from slurm.jobs import user
+from slurm.jobs import resources_key, user
+from slurm.record.planned_job import PlannedJob
 from slurm.scheduler import Association, Partition
-from slurm.submit import sbatch_env
-from slurm.submit.job_plan import PlannedJob, gpus_key, resources_key
+from slurm.site import sbatch_env
+from slurm.submit.job_plan import gpus_key
 
 
 def check_cluster(

@@ -26,14 +26,16 @@ from pipeline.data.work.units import cut_units, find_source_files
 from pipeline.train.run import lock
 from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
-from slurm.job import active_jobs
-from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend, Job, Stage
-from slurm.logs.rank_logs import STAMP
-from slurm.submit import code_snapshot, integrity, permissions, submitit_backend
+from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, Backend, Job, Stage, StageName
+from slurm.record import active_jobs, integrity
+from slurm.record.planned_job import PlannedJob
+from slurm.record.rank_logs import STAMP
+from slurm.record.submission import Submission, read_submission, record
+from slurm.site.site_profile import site_of
+from slurm.submit import code_snapshot, permissions, submitit_backend
 from slurm.submit.complete_stages import missing_stages
-from slurm.submit.job_plan import PlannedJob, StageName, eval_job, plan
-from slurm.submit.site_profile import site_of
-from slurm.submit.submission import Submission, read_submission, record
+from slurm.submit.job_plan import eval_job, plan
+from slurm.submit.resubmission import attach
 from slurm.submit.waiting import warn_of_waiting
 
 _SUBMIT_SECONDS = 600.0
@@ -85,7 +87,7 @@ def submit(
     run = config.run.dir
     submitit_backend.refuse_path(run)
     if not dry_run and (found := _find(run, planned, take_over=take_over)):
-        return active_jobs.attach(config, planned, found, console)
+        return attach(config, planned, found, console)
     from slurm.submit import preflight
 
     found_here = preflight.examine(config, site, planned, backend, dry_run=dry_run)
@@ -100,7 +102,7 @@ def submit(
     make_writable(run)
     with one_at_a_time(run):
         if found := _find(run, planned, take_over=take_over):  # another command was faster
-            return active_jobs.attach(config, planned, found, console)
+            return attach(config, planned, found, console)
         if backend == "slurm":
             cancel_unknown(run, console)  # one of them may hold the lock of the run
         _clear_the_way(run, planned, console, take_over=take_over)

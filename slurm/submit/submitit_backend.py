@@ -35,10 +35,11 @@ from pipeline.config.base import single_line
 from pipeline.config.slurm import SiteConfig
 from slurm import jobs, scheduler
 from slurm.jobs import Backend
-from slurm.submit import batch_script, code_snapshot, integrity, permissions, sbatch_hints
-from slurm.submit.job_plan import PlannedJob
+from slurm.record import integrity
+from slurm.record.planned_job import PlannedJob
+from slurm.record.submission import read_submission
+from slurm.submit import batch_script, code_snapshot, permissions, sbatch_hints
 from slurm.submit.stop_lead_time import signal_seconds
-from slurm.submit.submission import read_submission
 
 _FOREVER = 10 * 365 * 24 * 60
 """Minutes of a local job: nothing ends it but itself and `pipeline cancel`."""
@@ -113,7 +114,7 @@ def send(
     Args:
         run: folder; script and log of the job go there.
         planned: what it asks for.
-        submissions: files for `slurm.submit.submission`, one for each task of an array, or one for all of them.
+        submissions: files for `slurm.record.submission`, one for each task of an array, or one for all of them.
         backend: to the scheduler, or into the background of this machine.
         dependency: as sbatch wants it, like `afterok:77`.
         chain_job: number within the chain, from 1.
@@ -260,17 +261,6 @@ def refuse_control_characters(values: Iterable[tuple[str, str]]) -> None:
             single_line(value)
         except ValueError as error:
             raise UserError(f"{ascii(name)[1:-1]}: {error}") from None
-
-
-def is_alive(run: Path, job: jobs.Job) -> bool:
-    """True if the process of a local job of this machine runs."""
-    try:
-        words = Path(f"/proc/{job.job}/cmdline").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    folder = jobs.jobs_folder(run)  # of a sweep's run, a link to that of the sweep
-    names = {os.fsencode(folder.absolute()), os.fsencode(folder.resolve())}
-    return not names.isdisjoint(words)  # else another process has its number by now
 
 
 class _SlurmExecutor(SlurmExecutor):

@@ -11,10 +11,9 @@ from rich.console import Console
 
 from pipeline.common.console import warn
 from slurm import scheduler
-from slurm.jobs import Job
+from slurm.jobs import Job, resources_key, stage_words
 from slurm.pending_reasons import meaning
 from slurm.scheduler import JobState
-from slurm.submit.job_plan import resources_key, stage_words
 
 _PAUSE = 2.0
 """Seconds until the second look at jobs that the scheduler had not looked at itself before the first one."""

@@ -23,7 +23,7 @@ from pipeline.config.parsing.document import parse
 from pipeline.config.parsing.schema import flat
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.open import dataset_folder
-from slurm.sweep.folder import SWEEPS
+from slurm.record.sweep_folder import SWEEPS
 
 _MINE = ("run.dir", "data.dir")
 """Keys that the sweep sets."""

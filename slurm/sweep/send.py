@@ -17,10 +17,10 @@ from pipeline.config.slurm import SiteConfig
 from pipeline.train.run.folder import make_writable
 from slurm import jobs
 from slurm.jobs import Backend, Job
+from slurm.record.planned_job import PlannedJob
+from slurm.record.submission import read_submission
+from slurm.site.site_profile import site_of
 from slurm.submit import code_snapshot, job_plan, permissions, preflight, submitit_backend
-from slurm.submit.job_plan import PlannedJob
-from slurm.submit.site_profile import site_of
-from slurm.submit.submission import read_submission
 from slurm.submit.submit import all_or_none, record_sent, write_submission
 from slurm.sweep.members import Member
 

@@ -23,10 +23,10 @@ from pipeline.common.console import alarm, echo, print_table, say
 from pipeline.common.errors import EXIT_OK, UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.eval.reports import report_files
+from slurm.record.sweep_folder import SWEEP_FILE, noted
 from slurm.status.command import status
 from slurm.status.run import RunStatus
 from slurm.status.state import State
-from slurm.sweep.folder import SWEEP_FILE, noted
 from slurm.sweep.members import short_names
 
 _MEAN_OF = 10

@@ -23,7 +23,7 @@ from pipeline.config.parsing.code_keys import code_values, refuse_code_of_others
 from pipeline.config.parsing.schema import dotted, keys, mark_of, written_keys
 from pipeline.config.parsing.task_files import files_of_folder, files_of_tasks
 from pipeline.config.slurm import SiteConfig
-from slurm.submit.site_profile import site_of
+from slurm.site.site_profile import site_of
 from tests import tiny
 from tests.tiers import first
 

@@ -265,9 +265,9 @@ def _curated(root: Path, against: list[str]) -> Config:
 
 def _on_paper(config: Config) -> None:
     """What jobs of a run would be, up to the files that they read: this needs no scheduler."""
+    from slurm.site.site_profile import site_of
     from slurm.submit import permissions, submitit_backend
     from slurm.submit.job_plan import plan
-    from slurm.submit.site_profile import site_of
     from slurm.submit.submit import write_submission
 
     site = site_of(config)

@@ -9,7 +9,7 @@ import yaml
 
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from slurm.submit.site_profile import load_site
+from slurm.site.site_profile import load_site
 from tests import tiny
 
 ODD = ["\n", "\r", "\0", "\x1b[2J", "\x7f", "\x85", "\u2028", "\t"]

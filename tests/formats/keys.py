@@ -172,13 +172,13 @@ CLASSES = {
     "pipeline.train.loop.saving": (),  # Config
     "slurm.job.folder_watch": ("LostFolderNote",),
     "slurm.jobs": ("Job", "Cancelled"),
-    "slurm.job.launch_log": ("Launch", "LaunchEnd"),
+    "slurm.record.launch_log": ("Launch", "LaunchEnd"),
     "slurm.notify.notice": ("Notice",),
     "slurm.notify.notices": ("Notified",),
-    "slurm.submit.submission": ("Submission",),
+    "slurm.record.submission": ("Submission",),
     "slurm.status.run": ("RunStatus", "AttemptRow", "ExpertLoads", "RankBeat"),
     "slurm.status.queued": ("QueuedJob",),
-    "slurm.drill.record": ("DrillRecord",),
+    "slurm.record.drill_record": ("DrillRecord",),
     "slurm.doctor.command": (),  # of the report
     "slurm.doctor.report": ("Report", "NodeCheck", "Network", "NodeVerdict"),
     "slurm.sweep.table": ("Result",),

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from pipeline.common import storage
 from pipeline.data.datasets.dataset import Dataset
-from slurm.submit.submission import read_submission
+from slurm.record.submission import read_submission
 from tests.formats import keys, make
 from tests.formats.conftest import Call
 

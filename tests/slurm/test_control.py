@@ -23,10 +23,10 @@ from pipeline.train.run.heartbeat import beat_file
 from slurm import jobs, scheduler
 from slurm.control import _Cancelling, cancel, hold, release
 from slurm.devcluster import DevCluster
-from slurm.job.launch_log import LaunchEnd, begin, end, launches
 from slurm.jobs import Job, Stage
+from slurm.record.launch_log import LaunchEnd, begin, end, launches
+from slurm.record.live_jobs import LiveJobs
 from slurm.scheduler import SchedulerError
-from slurm.status.live import LiveJobs
 from tests.waiting import until
 
 WAIT = 90.0

@@ -18,10 +18,10 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load
 from slurm import jobs
 from slurm.drill.command import _Before, _watch, drill
-from slurm.drill.record import DrillRecord, read_drill
-from slurm.job import launch_log
-from slurm.job.launch_log import LaunchEnd
 from slurm.local import stages
+from slurm.record import launch_log
+from slurm.record.drill_record import DrillRecord, read_drill
+from slurm.record.launch_log import LaunchEnd
 from tests import tiny
 from tests.slurm.training import Run
 from tests.waiting import until

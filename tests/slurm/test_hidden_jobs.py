@@ -26,7 +26,7 @@ from pipeline.train.run.heartbeat import Beat, node_file
 from pipeline.train.run.lock import holder, refusal, take_over
 from slurm import control, jobs, scheduler
 from slurm.devcluster import DevCluster, can_split_hosts, missing_programs
-from slurm.job import active_jobs
+from slurm.record import active_jobs
 from slurm.status.command import status
 from slurm.submit import submit
 from tests.repository import ROOT

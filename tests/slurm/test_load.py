@@ -19,10 +19,11 @@ from pipeline.train.run.folder import make_writable
 from slurm import jobs
 from slurm.job.batch_main import run_submission
 from slurm.job.srun_step import SrunStep
+from slurm.record import integrity
+from slurm.site.site_profile import load_site
 from slurm.status.command import show_status
-from slurm.submit import code_snapshot, integrity
+from slurm.submit import code_snapshot
 from slurm.submit.job_plan import plan
-from slurm.submit.site_profile import load_site
 from slurm.submit.submit import send_all
 from tests import tiny
 from tests.clock import set_time

@@ -16,7 +16,7 @@ import pytest
 from pipeline.common import slurm_commands
 from pipeline.common.slurm_commands import JobIdentity, whether_runs
 from slurm import scheduler
-from slurm.submit.site_init import profile
+from slurm.site.site_init import profile
 
 Answers = Callable[..., None]
 CONFIG = """\

@@ -21,7 +21,7 @@ from pipeline.train.run.folder import read_metrics
 from pipeline.train.run.heartbeat import read_beats
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.job.launch_log import Launch, launches
+from slurm.record.launch_log import Launch, launches
 from slurm.scheduler import Accounted
 from tests import tiny
 

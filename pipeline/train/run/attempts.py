@@ -34,7 +34,7 @@ from pipeline.train.run.lock_holder import job
 
 _BEGIN, _END = "attempt", "attempt end"
 LAUNCH, LAUNCH_END = "launch", "launch end"
-"""Events of a job that starts the processes of a stage, in `slurm.job.launch_log`."""
+"""Events of a job that starts the processes of a stage, in `slurm.record.launch_log`."""
 _QUEUED = ("requeue", "scheduler", "next link")
 """Ends of a launch after which a job waits in the queue."""
 _NEUTRAL_ENDS = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_UNSAVED)

@@ -9,9 +9,9 @@ import pytest
 
 from pipeline.common.run_files import RunFiles
 from slurm import jobs, scheduler
-from slurm.job import launch_log
 from slurm.job.array_end import array_end
-from slurm.job.launch_log import LaunchEnd, Next
+from slurm.record import launch_log
+from slurm.record.launch_log import LaunchEnd, Next
 from slurm.scheduler import SchedulerError
 
 

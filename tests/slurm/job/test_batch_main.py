@@ -22,11 +22,11 @@ from pipeline.train.run.lock import TAKEN_OVER
 from slurm import jobs
 from slurm.doctor.node import space
 from slurm.doctor.report import NodeCheck, Report, failed
-from slurm.job import launch_log
 from slurm.job.batch_main import JobStart
 from slurm.job.ending import Ending, exit_state, read_exit_file, too_few_nodes
-from slurm.job.launch_log import LaunchEnd
 from slurm.job.srun_step import SrunStep, rendezvous_env
+from slurm.record import launch_log
+from slurm.record.launch_log import LaunchEnd
 
 
 def made(run: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

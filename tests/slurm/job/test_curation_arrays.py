@@ -12,8 +12,8 @@ from pipeline.data.curate.stage import curate
 from pipeline.data.provenance.excerpts import ExcerptReader
 from slurm import jobs
 from slurm.devcluster import DevCluster
-from slurm.job.launch_log import launches
 from slurm.jobs import Job
+from slurm.record.launch_log import launches
 from tests import tiny
 from tests.data.curate.runs import curate_config, results, write_corpus
 from tests.data.stage import left_by_living_nodes, write_run_file

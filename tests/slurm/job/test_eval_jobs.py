@@ -25,12 +25,12 @@ from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.job import eval_jobs as evaluations
 from slurm.job.eval_jobs import Evaluations
-from slurm.job.launch_log import launches
 from slurm.jobs import Job
-from slurm.logs.rank_logs import rank_log
+from slurm.record.launch_log import launches
+from slurm.record.rank_logs import rank_log
+from slurm.record.submission import Submission, read_submission
+from slurm.site.site_profile import load_site
 from slurm.submit.job_plan import plan
-from slurm.submit.site_profile import load_site
-from slurm.submit.submission import Submission, read_submission
 from slurm.submit.submit import write_submission
 from tests import tiny
 from tests.clock import set_time

@@ -17,14 +17,15 @@ from pipeline.common.errors import EXIT_OTHER, MachineError
 from pipeline.common.run_files import RunFiles
 from pipeline.common.run_identity import LostRunFolder, environment
 from pipeline.config.load import load
-from slurm.job import folder_watch, launch_log
+from slurm.job import folder_watch
 from slurm.job.batch_main import run_submission, tell_killed
 from slurm.job.folder_watch import FolderWatch, read_note
 from slurm.local import stages
+from slurm.record import integrity, launch_log
+from slurm.record.submission import Submission, read_submission
+from slurm.site.site_profile import load_site
 from slurm.status.command import status
-from slurm.submit import integrity, job_plan, permissions
-from slurm.submit.site_profile import load_site
-from slurm.submit.submission import Submission, read_submission
+from slurm.submit import job_plan, permissions
 from slurm.submit.submit import write_submission
 from tests import tiny
 from tests.slurm.notify.receivers import received, to_file

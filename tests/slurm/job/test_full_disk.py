@@ -13,7 +13,7 @@ import pytest
 
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.job.launch_log import launches
+from slurm.record.launch_log import launches
 from tests import tiny
 from tests.waiting import until
 

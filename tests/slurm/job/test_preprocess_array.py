@@ -12,8 +12,8 @@ from pipeline.data.datasets.verify import verify
 from pipeline.data.preprocess.stage import preprocess
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.job.launch_log import Launch, launches
 from slurm.jobs import Job
+from slurm.record.launch_log import Launch, launches
 from slurm.status.command import status
 from tests import tiny
 from tests.data.runs import datasets, make_config, write_jsonl

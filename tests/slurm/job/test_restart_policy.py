@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from slurm.job.launch_log import Launch, LaunchEnd
 from slurm.job.restart_policy import Situation, choose_nodes, crashes_in_a_row, decide, stops_in_a_row, suspects
+from slurm.record.launch_log import Launch, LaunchEnd
 
 WELL = Situation(
     stage="train",

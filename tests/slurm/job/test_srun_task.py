@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.common.errors import EXIT_STOPPED
 from slurm.job.srun_task import LOGS, first_node, ranks_environment
-from slurm.logs.failure_analysis import first_failure, stopped
+from slurm.record.failure_analysis import first_failure, stopped
 from tests import tiny
 
 CONTINUED = 7
@@ -54,7 +54,7 @@ def started(folder: Path, signalled: str, number: str, last: str, *words: str) -
 def test_a_signal_before_the_stage_listens_is_a_stop(tmp_path: Path) -> None:
     run_file = str(tiny.write_run(tmp_path))
     cases = {
-        "first": ("slurm.logs.rank_logs", "SIGUSR2", "pipeline.cli.main", "train", run_file),
+        "first": ("slurm.record.rank_logs", "SIGUSR2", "pipeline.cli.main", "train", run_file),
         "train": ("pipeline.config.load", "SIGUSR2", "torch", "train", run_file),
         "units": ("pipeline.cli.main", "SIGHUP", "pipeline.data.preprocess.stage", "preprocess", run_file, "--units"),
         "doctor": ("slurm.doctor.command", "SIGTERM", "torch", "doctor", "--run", run_file, "--out", str(tmp_path)),
@@ -68,7 +68,7 @@ def test_a_signal_before_the_stage_listens_is_a_stop(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_uses_the_time_that_is_left(tmp_path: Path) -> None:
-    process = started(tmp_path / "logs", "slurm.logs.rank_logs", "SIGUSR2", "pipeline.cli.main", "eval", "run.yaml")
+    process = started(tmp_path / "logs", "slurm.record.rank_logs", "SIGUSR2", "pipeline.cli.main", "eval", "run.yaml")
     output = process.communicate(timeout=300)[0]
     assert (process.returncode, output) == (CONTINUED, "set()"), "and nothing that it starts has blocked signals"
 

@@ -15,11 +15,11 @@ import pytest
 
 from pipeline.common.console import Console
 from slurm import scheduler
-from slurm.job import launch_log
 from slurm.job.batch_main import JobStart
 from slurm.job.ending import Ending, judge
 from slurm.job.step_signals import StepSignals
 from slurm.jobs import Stage
+from slurm.record import launch_log
 from tests.clock import set_time
 
 INT, TERM, HUP, USR2, KILL = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGKILL

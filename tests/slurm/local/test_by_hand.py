@@ -14,10 +14,10 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from slurm import jobs
-from slurm.job.launch_log import LaunchEnd, begin, end
 from slurm.job.srun_task import LOGS
 from slurm.jobs import Stage
 from slurm.local import by_hand
+from slurm.record.launch_log import LaunchEnd, begin, end
 from tests import tiny
 
 Queue = Callable[..., list[str]]

@@ -16,8 +16,8 @@ from pipeline.data.preprocess import prepare
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.parallel.footprint import checkpoint_bytes
-from slurm.forecast import course
 from slurm.local import stages
+from slurm.submit import course
 from slurm.submit.disk_space import check_room
 from tests import tiny
 

@@ -27,10 +27,10 @@ from pipeline.train.run.lock import holder, number_of
 from pipeline.train.run.lock_holder import identity
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.job.launch_log import launches
+from slurm.jobs import StageName
 from slurm.local.in_allocation import _refuse_other_start, run_in_allocation
 from slurm.local.srun_rank import join_step
-from slurm.submit.job_plan import StageName
+from slurm.record.launch_log import launches
 from tests import tiny
 from tests.slurm.training import STEPS
 from tests.train.runs import exact

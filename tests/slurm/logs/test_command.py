@@ -19,13 +19,13 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import append_entry
 from slurm import jobs
-from slurm.job.launch_log import Launch, LaunchEnd, Next, begin, end
 from slurm.jobs import Stage
 from slurm.logs.command import show_logs
 from slurm.logs.follow import follow_logs
 from slurm.logs.parts import parts
-from slurm.logs.rank_logs import rank_log
-from slurm.logs.tail import Tail, last_lines
+from slurm.record.launch_log import Launch, LaunchEnd, Next, begin, end
+from slurm.record.rank_logs import rank_log
+from slurm.record.tail import Tail, last_lines
 
 WAIT = 60.0
 
@@ -374,7 +374,7 @@ def _by_hand(run: Path) -> Any:
 @pytest.fixture
 def blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Small ones, so that lines lie across them."""
-    monkeypatch.setattr("slurm.logs.tail._BLOCK", 7)
+    monkeypatch.setattr("slurm.record.tail._BLOCK", 7)
     yield
 
 

@@ -12,10 +12,10 @@ from pipeline.common import storage
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.train.run.heartbeat import node_file
-from slurm.job.launch_log import LaunchEnd, begin, end
 from slurm.notify import notices as module
 from slurm.notify.job import JobNotices
 from slurm.notify.notices import Notices
+from slurm.record.launch_log import LaunchEnd, begin, end
 from tests import tiny
 from tests.slurm.notify.receivers import received, to_file
 

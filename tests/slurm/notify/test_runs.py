@@ -81,8 +81,8 @@ def test_a_training_that_is_done_is_told_of_once(tmp_path: Path) -> None:
 def test_a_trial(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """`pipeline doctor RUN --notify`; and what a submission warns of."""
     from slurm.notify.trial import try_notifications
+    from slurm.site.site_profile import site_of
     from slurm.submit.preflight import examine
-    from slurm.submit.site_profile import site_of
 
     seen = tmp_path / "seen"
     notify: list[Any] = [to_file(seen, ["spike"]), {"on": ["done"], "command": ["sh", "-c", "echo shown; exit 4"]}]

@@ -26,10 +26,10 @@ from pipeline.train.run.attempts import RunningAttempt
 from pipeline.train.run.heartbeat import Beat, node_file
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
-from slurm.job import active_jobs, launch_log
-from slurm.job.launch_log import LaunchEnd
 from slurm.local.stage_ledger import Ledger
 from slurm.local.stages import evaluate, preprocess, train
+from slurm.record import active_jobs, launch_log
+from slurm.record.launch_log import LaunchEnd
 from slurm.scheduler import Accounted, JobState
 from slurm.status import run as status_run
 from slurm.status.command import show_status, status

@@ -14,9 +14,9 @@ import pytest
 from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
 from pipeline.common.run_identity import read_id, take_id
-from slurm.job import launch_log
+from slurm.record import launch_log
+from slurm.record.planned_job import Chain
 from slurm.submit.batch_script import lines_after, lines_before
-from slurm.submit.submission import Chain
 
 KILLED = "kill -9 $BASHPID"
 LIMIT = 2

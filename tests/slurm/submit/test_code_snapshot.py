@@ -12,8 +12,8 @@ import pytest
 
 from pipeline.common import imports, storage, versions
 from pipeline.config.slurm import SiteConfig
+from slurm.site.site_profile import load_site, shipped
 from slurm.submit import code_snapshot
-from slurm.submit.site_profile import load_site, shipped
 
 
 def run_python(code: Path, words: list[str], cwd: Path, **variables: str) -> str:
@@ -60,7 +60,7 @@ def test_what_is_run_is_what_is_in_the_packages_and_compiled(tmp_path: Path) -> 
         from pipeline.common import imports, versions
         from pipeline.config.parsing import schema
         from pipeline.config.slurm import SiteConfig
-        from slurm.submit.site_profile import load_site, shipped
+        from slurm.site.site_profile import load_site, shipped
         compiled = [each.__file__.endswith(".pyc") for name, each in sys.modules.items()
                     if name.partition(".")[0] in ("pipeline", "slurm")]
         told = [versions.code_hash(), shipped(), load_site("gres").gpus_by, imports.source_hash(imports),

@@ -9,7 +9,8 @@ import pytest
 
 from pipeline.config import Config
 from pipeline.config.slurm import SiteConfig
-from slurm.submit.job_plan import StageName, plan
+from slurm.jobs import StageName
+from slurm.submit.job_plan import plan
 from tests.data.curate.runs import curate_config
 
 ALL = {"exact": "text", "near": {}, "lines": {}}

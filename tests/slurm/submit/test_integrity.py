@@ -24,10 +24,11 @@ from pipeline.train.run.folder import make_writable
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.job.batch_main import run_submission
-from slurm.submit import code_snapshot, integrity, permissions
+from slurm.record import integrity
+from slurm.record.submission import read_submission
+from slurm.site.site_profile import load_site
+from slurm.submit import code_snapshot, permissions
 from slurm.submit.job_plan import plan
-from slurm.submit.site_profile import load_site
-from slurm.submit.submission import read_submission
 from slurm.submit.submit import send_all, write_submission
 from tests import tiny
 

@@ -18,11 +18,11 @@ from pipeline.config.load import load
 from pipeline.config.slurm import SiteConfig
 from slurm import scheduler
 from slurm.devcluster import DevCluster
-from slurm.forecast.course import Disk, Forecast
-from slurm.jobs import Backend, user
+from slurm.jobs import Backend, StageName, user
 from slurm.local import stages as local
 from slurm.scheduler import Partition
-from slurm.submit.job_plan import StageName, plan
+from slurm.submit.course import Disk, Forecast
+from slurm.submit.job_plan import plan
 from slurm.submit.preflight import _check_room, check
 from slurm.submit.preflight_cluster import gpus_of
 from tests import tiny

@@ -23,12 +23,15 @@ from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.doctor import command as doctor
 from slurm.job.srun_step import SrunStep
-from slurm.submit import preflight, sbatch_env, submitit_backend
+from slurm.jobs import StageName
+from slurm.record.planned_job import PlannedJob
+from slurm.record.submission import Submission
+from slurm.site import sbatch_env
+from slurm.site.site_profile import site_of
+from slurm.submit import preflight, submitit_backend
 from slurm.submit.batch_script import SETUP_LINES
 from slurm.submit.dry_run import jobs_table
-from slurm.submit.job_plan import PlannedJob, StageName, plan
-from slurm.submit.site_profile import site_of
-from slurm.submit.submission import Submission
+from slurm.submit.job_plan import plan
 from slurm.submit.submit import submit
 from tests import tiny
 from tests.slurm.submit.test_submit import CODE, config_of, options, script_of

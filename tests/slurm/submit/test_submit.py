@@ -30,13 +30,13 @@ from pipeline.train.run.lock import Lock
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.local import stages
+from slurm.record.submission import read_submission
 from slurm.scheduler import SchedulerError
+from slurm.site.site_profile import load_site
 from slurm.submit import code_snapshot, job_plan, permissions, submitit_backend
 from slurm.submit import submit as submit_module
 from slurm.submit.complete_stages import missing_stages
-from slurm.submit.site_profile import load_site
 from slurm.submit.stop_lead_time import signal_seconds
-from slurm.submit.submission import read_submission
 from slurm.submit.submit import submit
 from tests import tiny
 from tests.waiting import until
@@ -57,7 +57,7 @@ def config_of(root: Path, changes: dict[str, Any] | None = None, **site: Any) ->
     return load(tiny.write_run(root, {"launch.device": "cpu", **slurm, **(changes or {})}))
 
 
-def script_of(config: Config, stage: job_plan.StageName = "train") -> str:
+def script_of(config: Config, stage: jobs.StageName = "train") -> str:
     site = load_site(config.slurm.profile)
     job = job_plan.plan(config, site, [stage], "slurm")[0]
     return submitit_backend.script(config.run.dir, job, site, CODE, config, "slurm")
@@ -220,7 +220,7 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_finished_data_gets_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def shown(*stages: job_plan.StageName) -> str:
+    def shown(*stages: jobs.StageName) -> str:
         out = io.StringIO()
         submit(config, stages, "slurm", Console(file=out, width=200), dry_run=True)
         return out.getvalue()
@@ -236,12 +236,12 @@ def test_finished_data_gets_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_complete_training_and_evaluation_get_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(tmp_path)
-    whole: list[job_plan.StageName] = ["preprocess", "train", "eval"]
+    whole: list[jobs.StageName] = ["preprocess", "train", "eval"]
     stages.preprocess(config)
     stages.train(config)
     monkeypatch.setenv("PATH", str(tmp_path))
 
-    def sent(*overrides: str, only: Sequence[job_plan.StageName] = whole) -> tuple[set[str], str]:
+    def sent(*overrides: str, only: Sequence[jobs.StageName] = whole) -> tuple[set[str], str]:
         """Stages whose jobs a dry run shows, and its text."""
         out = io.StringIO()
         submit(load(tmp_path / "run.yaml", overrides), only, "slurm", Console(file=out, width=200), dry_run=True)
@@ -371,7 +371,7 @@ def test_a_local_run_outlives_its_shell_and_is_not_started_twice(tmp_path: Path)
         again = tiny.pipeline("preprocess", file, "--local")
         assert again.returncode == 0 and f"preprocess: process {job.job} on" in again.stdout
         assert jobs.sent(run) == [job]
-    until(lambda: not submitit_backend.is_alive(run, job))
+    until(lambda: not jobs.is_alive(run, job))
     assert job.log(run).read_text().endswith(" done\n")
     assert "done" in tiny.pipeline("preprocess", file, "--status").stdout
 
@@ -388,7 +388,7 @@ def clean(cluster: DevCluster, tmp_path: Path) -> Iterator[Path]:
         scheduler.cancel([job.job for job in jobs.sent(run.parents[1]) if job.where == "slurm"])
 
 
-def send(config: Config, stages: Sequence[job_plan.StageName], step: int | None = None) -> tuple[list[jobs.Job], str]:
+def send(config: Config, stages: Sequence[jobs.StageName], step: int | None = None) -> tuple[list[jobs.Job], str]:
     """Submit, and what was told."""
     console = Console(file=io.StringIO(), width=200)
     found = submit(config, stages, "slurm", console, step=step)
@@ -608,7 +608,7 @@ def test_curation_that_observes_is_left_out_when_it_is_done(tmp_path: Path) -> N
     config = config_of(tmp_path)
     preprocess(config)
     observed = load(tmp_path / "run.yaml", ["data.curate={rules: {gopher_quality: {min_words: 5}}}"])
-    whole: list[job_plan.StageName] = ["curate", "preprocess", "train"]
+    whole: list[jobs.StageName] = ["curate", "preprocess", "train"]
     assert missing_stages(observed, whole, Console(quiet=True)) == ["curate", "train"]
     curate(observed)
     assert missing_stages(observed, whole, Console(quiet=True)) == ["train"]

@@ -19,8 +19,8 @@ from pipeline.data.preprocess.stage import preprocess
 from slurm import jobs, scheduler
 from slurm.control import cancel
 from slurm.devcluster import DevCluster
-from slurm.job import active_jobs
-from slurm.job.launch_log import launches
+from slurm.record import active_jobs
+from slurm.record.launch_log import launches
 from slurm.sweep.command import RunsFailed, sweep
 from slurm.sweep.members import make_sweep, short_names, split_values, value_name
 from tests.tiny import command, write_run

@@ -19,8 +19,8 @@ from pipeline.train.run.lock import holder
 from slurm import jobs, scheduler
 from slurm.devcluster import DevCluster
 from slurm.job import pack
-from slurm.job.launch_log import launches
 from slurm.job.pack import Pack, device_variables, has_rocm, part_of
+from slurm.record.launch_log import launches
 from slurm.sweep import command
 from slurm.sweep.command import sweep
 from tests.slurm.sweep.test_command import do, fresh, run_file, states

@@ -21,7 +21,7 @@ from pipeline.train.checkpoint.weight_source import open_weights, tensors_of
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.run.heartbeat import read_beat, read_beats
 from pipeline.train.run.lock import holder, is_held
-from slurm.sweep.folder import noted
+from slurm.record.sweep_folder import noted
 from tests.train.runs import start
 
 ELSEWHERE = "../secret.safetensors"

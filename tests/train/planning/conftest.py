@@ -29,7 +29,7 @@ def call(
     """Runs the command; returns exit code, output and error output."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr("slurm.forecast.command.visible_gpus", lambda: 1)
+    monkeypatch.setattr("slurm.forecast.visible_gpus", lambda: 1)
 
     def run(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["pipeline", "plan", *map(str, arguments)])

@@ -26,7 +26,7 @@ from pipeline.train.planning.published import LEAST, MOST, PUBLISHED, TYPICAL
 from pipeline.train.planning.show import plan_lines
 from pipeline.train.planning.timing import StepSeconds
 from pipeline.train.rules.layout_check import planned_spec
-from slurm.forecast.command import device_of, processes_of
+from slurm.forecast import device_of, processes_of
 from tests.config.runfile import write
 
 H100 = DEVICES["h100"]
@@ -199,7 +199,7 @@ def test_a_machine_without_gpus_is_told_what_the_figures_are_of(
 ) -> None:
     note = "this machine has no GPU: the figures are those of a machine with h100"
     assert note not in call(run_file)[1]
-    monkeypatch.setattr("slurm.forecast.command.visible_gpus", lambda: 0)
+    monkeypatch.setattr("slurm.forecast.visible_gpus", lambda: 0)
     assert note in call(run_file)[1]
     for words in (("slurm.nodes=1",), ("--device", "h100")):
         assert note not in call(run_file, *words)[1]

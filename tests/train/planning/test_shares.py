@@ -18,8 +18,8 @@ from pipeline.train.planning.bounds import least_seconds, micro_batch
 from pipeline.train.planning.plan import mean_mfu, plan
 from pipeline.train.planning.published import LEAST, MOST, TYPICAL
 from pipeline.train.planning.timing import assumptions, rank_parameters, step_time
-from slurm.forecast.course import forecast
-from tests.slurm.forecast.test_course import job
+from slurm.submit.course import forecast
+from tests.slurm.submit.test_course import job
 from tests.train.planning.test_timing import LAYOUTS, LLAMA_8B, Case, train
 
 ENTRY: dict[str, Any] = {

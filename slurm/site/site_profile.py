@@ -18,7 +18,7 @@ from pipeline.config.parsing.problems import secrets_of, translate
 from pipeline.config.parsing.schema import dotted, flat
 from pipeline.config.slurm import SiteConfig, is_profile_file
 from slurm.jobs import Backend
-from slurm.submit import sbatch_env
+from slurm.site import sbatch_env
 
 
 def _folder() -> Path:

@@ -6,22 +6,14 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from pipeline.common.console import Console, warn
-from pipeline.common.errors import (
-    EXIT_INTERRUPTED,
-    EXIT_OK,
-    EXIT_REFUSED,
-    EXIT_STOPPED,
-    end_reason,
-    exit_code,
-)
+from pipeline.common.errors import EXIT_OK, EXIT_REFUSED, end_reason, exit_code
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.train.run.lock import last_attempt
 from slurm.job.srun_task import LOGS
-from slurm.notify.notices import Notices, end_of, harmless
+from slurm.notify.notices import Notices, end_of, harmless, tell_end
 
 _LOOK = 10.0
 """Seconds between looks at the files of the run."""
@@ -62,12 +54,3 @@ def notified_training(config: Config, console: Console | None) -> Iterator[None]
                 notices.look(before, running=False)
                 tell_end(notices, end_of(run, code, reason, before))
         notices.close()
-
-
-def tell_end(notices: Notices, end: dict[str, Any]) -> None:
-    """Tell of the end of a training, after which nothing continues it."""
-    code, step = end["code"], end.get("step")
-    if code == EXIT_OK:
-        notices.send("done", key=None if step is None else f"step {step}", **end)
-    else:
-        notices.send("stopped" if code in (EXIT_STOPPED, EXIT_INTERRUPTED) else "failed", **end)

@@ -7,7 +7,7 @@ import pytest
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.config.slurm import SiteConfig
-from slurm.submit import site_profile
+from slurm.site import site_profile
 from tests import tiny
 
 

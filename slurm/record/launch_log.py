@@ -18,8 +18,8 @@ from typing import Any, Literal
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_STOPPED, EXIT_SUPERSEDED
 from pipeline.common.run_files import RunFiles
 from pipeline.train.run.attempts import LAUNCH, LAUNCH_END, append_entry
-from slurm.drill.record import read_drill
 from slurm.jobs import Stage
+from slurm.record.drill_record import read_drill
 
 _KILLED = "batch killed"
 """Event that the script of the job writes (`slurm.submit.batch_script`)."""

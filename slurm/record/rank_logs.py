@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm.logs.tail import Tail, Tails, last_lines
+from slurm.record.tail import Tail, Tails, last_lines
 
 STAMP = "%Y-%m-%d_%H-%M-%S"
 """Local time as the name of the folder of a launch begins with it."""

@@ -21,10 +21,11 @@ from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.planning import plan as planning
 from pipeline.train.planning.jobs import jobs_needed
-from slurm.forecast.course import forecast, measured_rate, most_checkpoints
 from slurm.local import stages
+from slurm.record.planned_job import PlannedJob
+from slurm.submit.course import forecast, measured_rate, most_checkpoints
 from slurm.submit.dry_run import cost, show
-from slurm.submit.job_plan import PlannedJob, plan
+from slurm.submit.job_plan import plan
 from slurm.submit.stop_lead_time import signal_seconds
 from tests import tiny
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import orjson
 
@@ -20,33 +20,9 @@ from pipeline.config import Config
 from pipeline.config.load import load_written
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from slurm import jobs
-from slurm.jobs import Backend, Stage
-from slurm.submit import integrity
-
-Chain = Literal["requeue", "singleton", "afterany", "none"]
-
-
-@dataclass(frozen=True, eq=False)
-class JobShape:
-    """The command and the resources of a job."""
-
-    stage: Stage
-    command: tuple[str, ...]
-    """Words after `pipeline`, like ("train",) or ("eval", "--step", "100"); the run file follows the first one."""
-    resources: ResourcesConfig
-    """Resources of this stage: run file over profile."""
-    nodes: int = 1
-    processes_per_node: int = 1
-    spare_nodes: int = 0
-    chain: Chain = "none"
-    """Way in which a stopped job resumes; `none`: it does not."""
-    links: int = 1
-    """Jobs of the chain."""
-
-    @property
-    def processes(self) -> int:
-        """Processes of the stage, on all nodes of one job."""
-        return self.nodes * self.processes_per_node
+from slurm.jobs import Backend
+from slurm.record import integrity
+from slurm.record.planned_job import JobShape
 
 
 @dataclass(frozen=True, kw_only=True)

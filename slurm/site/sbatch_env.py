@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from pipeline.common.errors import UserError
 from pipeline.common.problems import Problems
 from pipeline.config.slurm import ResourcesConfig, SiteConfig, SlurmConfig
-from slurm.jobs import ARRAYS, LAST_OF_ARRAYS
-from slurm.submit.job_plan import PlannedJob, resources_key
+from slurm.jobs import ARRAYS, LAST_OF_ARRAYS, resources_key
+from slurm.record.planned_job import PlannedJob
 
 _TAKEN = {
     "account": "SBATCH_ACCOUNT",

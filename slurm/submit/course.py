@@ -39,7 +39,7 @@ from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
 from pipeline.train.planning.published import TYPICAL, expected
 from pipeline.train.rules.layout_check import planned_spec
 from pipeline.train.run.attempts import attempts
-from slurm.submit.job_plan import PlannedJob
+from slurm.record.planned_job import PlannedJob
 from slurm.submit.stop_lead_time import signal_seconds
 
 START_S = 180.0

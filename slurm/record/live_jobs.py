@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm import jobs
-from slurm.job import active_jobs
-from slurm.job.active_jobs import ActiveJob, is_here
-from slurm.job.launch_log import LAST, launches
 from slurm.jobs import Job
+from slurm.record import active_jobs
+from slurm.record.active_jobs import ActiveJob, is_here
+from slurm.record.launch_log import LAST, launches
 from slurm.scheduler import JobState, SchedulerError
 
 

@@ -19,9 +19,9 @@ from pipeline.train.planning.show import device_json, plan_lines, suggestion_lin
 from pipeline.train.planning.suggest import MOST_PLANS
 from pipeline.train.planning.suggest import suggest as suggested
 from pipeline.train.rules.layout_check import world_size
-from slurm.forecast.course import job_seconds
+from slurm.site.site_profile import shipped, site_of
+from slurm.submit.course import job_seconds
 from slurm.submit.job_plan import resources_of
-from slurm.submit.site_profile import shipped, site_of
 
 _DEVICE = "h100"
 

@@ -7,10 +7,10 @@ import pytest
 
 from pipeline.common.errors import EXIT_HANG, EXIT_REFUSED, EXIT_STOPPED, HangError, RankFailed, Stopped, UserError
 from pipeline.train.distributed.rank import NODE_ERRORS, record_error
-from slurm.drill.record import DrillRecord
-from slurm.logs import failure_analysis
-from slurm.logs.failure_analysis import Failure, first_failure, gather_errors, interrupted, stopped
-from slurm.logs.rank_logs import node_errors
+from slurm.record import failure_analysis
+from slurm.record.drill_record import DrillRecord
+from slurm.record.failure_analysis import Failure, first_failure, gather_errors, interrupted, stopped
+from slurm.record.rank_logs import node_errors
 
 NODES = ["n1", "n2"]
 KILLED = """\

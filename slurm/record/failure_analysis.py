@@ -18,8 +18,8 @@ from pathlib import Path
 from pipeline.common import links, storage
 from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, EXIT_STOPPED
 from pipeline.train.distributed.rank import ErrorRecord, read_error, read_errors
-from slurm.drill.record import read_drill
-from slurm.logs.rank_logs import ERRORS, rank_log
+from slurm.record.drill_record import read_drill
+from slurm.record.rank_logs import ERRORS, rank_log
 from slurm.scheduler import numbers_in
 
 TAIL = 20

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from pipeline.cli.main import app
 from pipeline.common.errors import UserError
 from slurm.devcluster import DevCluster
-from slurm.submit.site_init import write_profile
-from slurm.submit.site_profile import load_site
+from slurm.site.site_init import write_profile
+from slurm.site.site_profile import load_site
 from tests import tiny
 
 CONFIG = "ClusterName = marsh\nAccountingStorageType   = accounting_storage/slurmdbd\nJobRequeue              = 1\n"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurm.job.launch_log import LAST, Launch
 from slurm.jobs import Job
-from slurm.logs.tail import last_lines
+from slurm.record.launch_log import LAST, Launch
+from slurm.record.tail import last_lines
 
 _ERROR = "error: "
 """Begin of the line with which the batch process ends (`slurm.job.batch_entry`)."""
