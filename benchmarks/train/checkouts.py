@@ -26,7 +26,7 @@ from tests import tiny  # noqa: E402
 EXPERTS = {"count": 4, "top_k": 2, "ffn_dim": 16, "score": "sigmoid", "score_bias": True}
 FIM = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 PHASES = {"phases": [{"until": "4 steps"}, {"weights": {"sea": 1, "land": 3}}]}
-SPIKES = {"on_spike": "skip", "spike_window": 4, "spike_zscore": 1.0}
+SPIKES = {"on_spike": "skip", "spike_window": 8, "spike_zscore": 1.0}
 CASES: dict[str, dict[str, Any]] = {
     "windows": {"train.metrics.windows": True},
     "packs": {"data.loader.packing": "best_fit", "model.document_attention": True, "train.metrics.windows": True},
@@ -47,11 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
     "forced experts": {"model.mlp": "experts", "model.experts": EXPERTS, "train.balance": {"force": True}},
     "fp16": {"train.precision": {"compute": "fp16", "loss_scale": {"initial": 65536.0, "growth_steps": 2}}},
     "bf16, dropout": {"train.precision.compute": "bf16", "model.dropout": 0.1},
-    "spikes": {"train.faults": SPIKES, "train.optimizer.lr": 0.3},
+    "spikes": {"train.faults": SPIKES, "train.optimizer.lr": 0.3, "train.duration": "24 steps"},
     "average of weights": {"train.ema": {"decay": 0.9}, "train.metrics.layers_every_steps": 1},
     "phases": {"blend": PHASES, "train.faults": SPIKES},
     "skipped steps": {"blend": {"skip": [{"steps": "3-4"}]}, "train.metrics.windows": True},
-    "resumed": {"stop": 5, "train.faults": SPIKES, "train.metrics.windows": True},
+    "resumed": {"stop": 5, "train.duration": "16 steps", "train.faults": SPIKES, "train.metrics.windows": True},
     "dp 2": {"launch.processes": 2, "train.metrics.layers_every_steps": 2, "train.metrics.windows": True},
     "dp 3": {"launch.processes": 3, "train.batch_size": 6},
     "tp 2": {"launch.processes": 2, "parallel": {"tp": 2}, "train.metrics.windows": True},

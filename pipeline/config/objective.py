@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -13,7 +14,65 @@ FIM_SENTINELS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 SPAN_SENTINELS = "<extra_id_{}>"
 PAPER_DENOISERS = ((3.0, 0.15), (8.0, 0.15), (None, 0.25), (3.0, 0.5), (8.0, 0.5), (64.0, 0.15), (64.0, 0.5))
 """Mean spans and rates of UL2's denoisers: two of short spans (R), one of prefixes (S), four of much noise (X)."""
-_RATES = {"fim": 0.5, "masked": 0.15, "spans": 0.15}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveKind:
+    """A type of objective: the keys that it reads, the models that it trains, and what of a window it predicts."""
+
+    keys: tuple[str, ...] = ()
+    """Keys of the section besides `type`. A resume compares these alone."""
+    rate: float = 0.0
+    """Default of `rate`."""
+    direction: Literal["causal", "both"] = "causal"
+    """`model.direction` of its models."""
+    encoder: bool = False
+    """Its models have `model.encoder`."""
+    packs: bool = True
+    """It also takes packs of whole documents."""
+    chooses: bool = True
+    """It chooses which tokens are predicted; if not, each token of a window is."""
+    masks_start: bool = False
+    """`train.loss.mask_document_start` has an effect: a document's first token would be a target."""
+    note: str | None = None
+    """Meaning of `predicted` in answers of `pipeline data`."""
+
+
+_SPANS_NOTE = (
+    "the encoder reads a sentinel in place of each range of predicted tokens; the decoder predicts them, and an "
+    "end-of-document token for each document"
+)
+KINDS: dict[str, ObjectiveKind] = {
+    "causal": ObjectiveKind(chooses=False, masks_start=True),
+    "fim": ObjectiveKind(
+        keys=("rate", "spm_rate", "sentinels"),
+        rate=0.5,
+        chooses=False,
+        masks_start=True,
+        note=(
+            "the model sees some pieces rearranged; the first three tokens of each of these make room for the sentinels"
+        ),
+    ),
+    "masked": ObjectiveKind(
+        keys=("rate", "mask_token", "random_share", "keep_share", "whole_words"),
+        rate=0.15,
+        direction="both",
+        note="predicted tokens are masked, random, or as they are in the model's input",
+    ),
+    "prefix": ObjectiveKind(
+        masks_start=True,
+        note="the tokens of a document before the predicted ones are its prefix",
+    ),
+    "spans": ObjectiveKind(
+        keys=("rate", "mean_span", "sentinels", "start_token"),
+        rate=0.15,
+        encoder=True,
+        packs=False,
+        note=_SPANS_NOTE,
+    ),
+    "ul2": ObjectiveKind(keys=("denoisers", "sentinels", "start_token"), encoder=True, packs=False, note=_SPANS_NOTE),
+}
+"""By `train.objective.type`."""
 
 
 class DenoiserConfig(Section):
@@ -70,14 +129,12 @@ class ObjectiveConfig(Section):
     @property
     def share(self) -> float:
         """`rate` with its default."""
-        return _RATES.get(self.type, 0.0) if self.rate is None else self.rate
+        return objective_kind(self.type).rate if self.rate is None else self.rate
 
     @property
     def chooses(self) -> bool:
         """True if it chooses which tokens are predicted, False if each token of a window is."""
-        if is_plugin(self.type):
-            return bool(objective_class(self.type).chooses)
-        return self.type not in ("causal", "fim")
+        return objective_kind(self.type).chooses
 
     @property
     def sentinel_tokens(self) -> str | list[str]:
@@ -128,24 +185,13 @@ class MixedObjectiveConfig(ObjectiveConfig):
         return [self, *self.by_source.values()]
 
 
-OBJECTIVE_KEYS: dict[str, tuple[str, ...]] = {
-    "causal": (),
-    "fim": ("rate", "spm_rate", "sentinels"),
-    "masked": ("rate", "mask_token", "random_share", "keep_share", "whole_words"),
-    "prefix": (),
-    "spans": ("rate", "mean_span", "sentinels", "start_token"),
-    "ul2": ("denoisers", "sentinels", "start_token"),
-}
-"""By type of objective the other keys that it reads. A resume compares these alone."""
-
-
 def objective_values(objective: ObjectiveConfig) -> dict[str, Any]:
     """The keys that an objective reads, with their defaults."""
     if is_plugin(objective.type):
         options = None if objective.options is None else objective.options.model_dump(mode="json")
         found = find_plugin("objectives", objective.type)
         return {"type": objective.type, "options": options, "plugin": found.identity}
-    values = objective.model_dump(mode="json", include={"type", *OBJECTIVE_KEYS[objective.type]})
+    values = objective.model_dump(mode="json", include={"type", *KINDS[objective.type].keys})
     defaults = {
         "rate": objective.share,
         "sentinels": objective.sentinel_tokens,
@@ -162,26 +208,6 @@ def mixed_values(objective: MixedObjectiveConfig) -> dict[str, Any]:
     return values
 
 
-class ModelNeeds(NamedTuple):
-    """Keys of the model that an objective needs."""
-
-    direction: Literal["causal", "both"]
-    """`model.direction`"""
-    encoder: bool
-    """`model.encoder` is there."""
-
-
-OBJECTIVE_MODELS: dict[str, ModelNeeds] = {
-    "causal": ModelNeeds("causal", encoder=False),
-    "fim": ModelNeeds("causal", encoder=False),
-    "masked": ModelNeeds("both", encoder=False),
-    "prefix": ModelNeeds("causal", encoder=False),
-    "spans": ModelNeeds("causal", encoder=True),
-    "ul2": ModelNeeds("causal", encoder=True),
-}
-"""By type of objective the models that it can train."""
-
-
 def objective_class(type: str) -> Any:
     """The class of an objective's plug-in, whose attributes say what it needs.
 
@@ -191,14 +217,15 @@ def objective_class(type: str) -> Any:
     return find_plugin("objectives", type).load()
 
 
-def objective_needs(type: str) -> ModelNeeds:
-    """Keys of the model that an objective needs."""
-    if is_plugin(type):
-        found = objective_class(type)
-        return ModelNeeds(found.direction, encoder=found.encoder)
-    return OBJECTIVE_MODELS[type]
-
-
-def takes_packs(type: str) -> bool:
-    """True if an objective also takes packs of whole documents."""
-    return bool(objective_class(type).packs) if is_plugin(type) else type not in ("spans", "ul2")
+def objective_kind(type: str) -> ObjectiveKind:
+    """The kind of objective that a name stands for, also that of a plug-in."""
+    if not is_plugin(type):
+        return KINDS[type]
+    found = objective_class(type)
+    return ObjectiveKind(
+        direction=found.direction,
+        encoder=bool(found.encoder),
+        packs=bool(found.packs),
+        chooses=bool(found.chooses),
+        masks_start=False,
+    )

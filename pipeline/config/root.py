@@ -17,7 +17,7 @@ from pipeline.config.eval import EvalConfig, GenerateConfig, ServeConfig
 from pipeline.config.heldout import HeldOutSetConfig, SetName
 from pipeline.config.model import ModelConfig
 from pipeline.config.notify import Notifications
-from pipeline.config.objective import ModelNeeds, ObjectiveConfig, objective_needs, takes_packs
+from pipeline.config.objective import ObjectiveConfig, objective_kind
 from pipeline.config.parallel import ParallelConfig
 from pipeline.config.run import LaunchConfig, ResumeConfig, RunConfig
 from pipeline.config.slurm import SlurmConfig
@@ -216,25 +216,25 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _objectives_fit(self) -> Config:
-        have = ModelNeeds(self.model.direction, self.model.encoder is not None)
+        has_encoder, direction = self.model.encoder is not None, self.model.direction
         sources = [source.name for source in self.data.sources]
         for key, objective in self.objectives():
-            needs = objective_needs(objective.type)
-            if needs.encoder and not have.encoder:
+            kind = objective_kind(objective.type)
+            if kind.encoder and not has_encoder:
                 raise ValueError(
                     f"{key}.type: {objective.type} trains an encoder with a decoder, and there is no model.encoder: "
                     f"give model.encoder.layers, or set {key}.type: causal"
                 )
-            if have.encoder and not needs.encoder:
+            if has_encoder and not kind.encoder:
                 raise ValueError(
                     f"{key}.type: {objective.type} has no text for model.encoder: set {key}.type: spans or ul2, or "
                     "leave model.encoder out"
                 )
-            if needs.direction != have.direction:
-                other = "masked" if have.direction == "both" else "causal"
+            if kind.direction != direction:
+                other = "masked" if direction == "both" else "causal"
                 raise ValueError(
-                    f"{key}.type: {objective.type} needs model.direction: {needs.direction}, and it is "
-                    f"{have.direction}: set model.direction: {needs.direction}, or {key}.type: {other}"
+                    f"{key}.type: {objective.type} needs model.direction: {kind.direction}, and it is "
+                    f"{direction}: set model.direction: {kind.direction}, or {key}.type: {other}"
                 )
             name = key.rpartition(".by_source.")[2]
             if name != key and name not in sources:
@@ -249,18 +249,18 @@ class Config(Section):
             key = "train.objective" if phase.objective is None else f"blend.phases.{number}.objective"
             packing = "data.loader.packing" if phase.packing is None else f"blend.phases.{number}.packing"
             for objective in (phase.objective or self.train.objective).all:
-                needs = objective_needs(objective.type)
-                if not takes_packs(objective.type):
+                kind = objective_kind(objective.type)
+                if not kind.packs:
                     has = (
                         "whose encoder and decoder have sizes of their own"
-                        if needs.encoder
+                        if kind.encoder
                         else "which takes windows alone"
                     )
                     raise ValueError(
                         f"{packing}: best_fit does not go with {key}.type: {objective.type}, {has}: set {packing}: "
                         "windows"
                     )
-                if needs.direction == "both" and not self.model.document_attention:
+                if kind.direction == "both" and not self.model.document_attention:
                     raise ValueError(
                         f"{packing}: best_fit with {key}.type: {objective.type} needs model.document_attention: true, "
                         f"since tokens would see the padding of their pack: set it, or {packing}: windows"

@@ -17,6 +17,7 @@ from pipeline.common.format import counted, numbered
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import RunFiles
 from pipeline.config.load import load_run
+from pipeline.config.objective import objective_kind
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
@@ -40,17 +41,6 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 
 _SHOWN_CHARACTERS = 60
 _ID_CHARACTERS = 200
-_SPANS = (
-    "the encoder reads a sentinel in place of each range of predicted tokens; the decoder predicts them, and an "
-    "end-of-document token for each document"
-)
-_NOTES = {
-    "masked": "predicted tokens are masked, random, or as they are in the model's input",
-    "prefix": "the tokens of a document before the predicted ones are its prefix",
-    "spans": _SPANS,
-    "ul2": _SPANS,
-}
-"""By type of objective what `predicted` means."""
 
 Range = tuple[int, int]
 """Tokens [first, end) of a document."""
@@ -182,15 +172,11 @@ class RunView:
         """Notes that go with any result."""
         notes = [*self.about]
         types = {objective.type for _, objective in self.config.objectives()}
-        if "fim" in types:
-            notes.append(
-                "train.objective.type: fim: the model sees some pieces rearranged; the first three tokens of each of "
-                "these make room for the sentinels"
-            )
-        for type in sorted(types & _NOTES.keys()):
-            notes.append(f"train.objective.type: {type}: {_NOTES[type]}")
+        for type in sorted(types):
+            if note := objective_kind(type).note:
+                notes.append(f"train.objective.type: {type}: {note}")
         # Others have no such target: what they predict they choose themselves.
-        if self.config.train.loss.mask_document_start and types & {"causal", "fim", "prefix"}:
+        if self.config.train.loss.mask_document_start and any(objective_kind(type).masks_start for type in types):
             notes.append("train.loss.mask_document_start: token 0 of each document has no weight")
         return notes
 

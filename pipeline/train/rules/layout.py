@@ -12,6 +12,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
+from pipeline.config.objective import KINDS
 from pipeline.config.parallel import ParallelConfig, PipelineConfig
 from pipeline.data.order.phases import MUCH_PADDING, padding_warning
 from pipeline.train.distributed.layout import Layout, resolve
@@ -387,7 +388,8 @@ def _without_effect(config: Config, layout: Layout) -> Iterator[str]:
     yield from balance_without_effect(config)
     yield from overlap_without_effect(config, layout)
     objectives = {objective.type for _, objective in config.objectives()}
-    if config.train.loss.mask_document_start and objectives <= {"masked", "spans", "ul2"}:
+    hiding = {name for name, kind in KINDS.items() if not kind.masks_start}
+    if config.train.loss.mask_document_start and objectives <= hiding:
         yield (
             f"train.loss.mask_document_start has no effect with train.objective.type={', '.join(sorted(objectives))}, "
             "which predicts what it hides"

@@ -11,7 +11,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.layers.layer import RopeScalingConfig
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.config.objective import OBJECTIVE_KEYS, ObjectiveConfig
+from pipeline.config.objective import KINDS, ObjectiveConfig
 from pipeline.train.checkpoint.fingerprint import (
     LATER_KEYS,
     NUMERICS_VERSION,
@@ -150,8 +150,8 @@ def test_objectives_of_sources_and_phases_are_compared(tmp_path: Path) -> None:
 
 
 def test_an_objective_is_compared_by_the_keys_that_it_reads(tmp_path: Path) -> None:
-    assert tuple(OBJECTIVE_KEYS) == get_args(get_args(ObjectiveConfig.model_fields["type"].annotation)[0])
-    assert {"type", "options"}.union(*OBJECTIVE_KEYS.values()) == ObjectiveConfig.model_fields.keys()
+    assert tuple(KINDS) == get_args(get_args(ObjectiveConfig.model_fields["type"].annotation)[0])
+    assert {"type", "options"}.union(*(kind.keys for kind in KINDS.values())) == ObjectiveConfig.model_fields.keys()
     file = write_run(tmp_path)
     assert objective_fingerprint(load(file, ["train.objective.rate=0.9"])) == {"type": "causal"}
     fim = objective_fingerprint(load(file, ["train.objective.type=fim", "train.objective.rate=0.9"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from pipeline.data.loading.objectives.base import Arranged, FloatArray, KeyOf, PackRow, PackSizes, begins_before
+from pipeline.data.loading.objectives.making import Making
 from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.permutation import IntArray
 
@@ -73,3 +74,8 @@ class Causal:
     def _arranged_pack(self, pack: PackRow, targets: IntArray) -> Arranged:
         raw = np.arange(1, len(targets) + 1)
         return Arranged(pack.inputs(targets), targets, self.pack_weight(pack), pack.starts, raw)
+
+
+def make_causal(making: Making) -> Causal:
+    """The objective of a run file, see `Making`."""
+    return Causal(mask_document_start=making.config.train.loss.mask_document_start)

@@ -6,23 +6,20 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from pipeline.common.errors import UserError
 from pipeline.config.plugins import is_plugin
 from pipeline.config.root import Config
 from pipeline.data.loading.objectives.base import Objective
-from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.loading.objectives.causal import make_causal
 from pipeline.data.loading.objectives.custom import open_custom
-from pipeline.data.loading.objectives.fim import FillInTheMiddle
-from pipeline.data.loading.objectives.making import Making, Use, how_to_get_sentinels
-from pipeline.data.loading.objectives.masked import Masked
-from pipeline.data.loading.objectives.prefix import Prefix
-from pipeline.data.loading.objectives.spans import SpanCorruption, Tokens
-from pipeline.data.loading.objectives.ul2 import MixtureOfDenoisers
-from pipeline.data.loading.stream_shape import SpanSizes, mixture_sizes, span_sizes, stream_shape
+from pipeline.data.loading.objectives.fim import make_fill_in_the_middle
+from pipeline.data.loading.objectives.making import Making, Use
+from pipeline.data.loading.objectives.masked import make_masked
+from pipeline.data.loading.objectives.prefix import make_prefix
+from pipeline.data.loading.objectives.spans import make_spans
+from pipeline.data.loading.objectives.ul2 import make_ul2
+from pipeline.data.loading.stream_shape import stream_shape
 from pipeline.data.order.journal import Journal
-from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.phases import segment_phase
 
 if TYPE_CHECKING:
@@ -170,132 +167,12 @@ def _shape_text(use: Use) -> str:
     return f"{sides}, {shape.predicted:,} of them predicted"
 
 
-def _causal(making: Making) -> Causal:
-    return Causal(mask_document_start=making.config.train.loss.mask_document_start)
-
-
-def _fill_in_the_middle(making: Making) -> FillInTheMiddle:
-    objective = making.use.objective
-    sentinels = objective.sentinel_tokens
-    for number, token in enumerate(sentinels):
-        if token in sentinels[:number]:
-            raise UserError(
-                f"{making.use.key}.sentinels.{number}: {token!r} is given twice; prefix, suffix and middle need three "
-                "different tokens"
-            )
-    prefix, suffix, middle = (making.special(f"sentinels.{n}", token, "three") for n, token in enumerate(sentinels))
-    return FillInTheMiddle(
-        objective.share,
-        objective.spm_rate,
-        (prefix, suffix, middle),
-        making.tokenizer.end_of_document,
-        mask_document_start=making.config.train.loss.mask_document_start,
-    )
-
-
-def _masked(making: Making) -> Masked:
-    objective = making.use.objective
-    result = Masked(
-        objective.share,
-        making.special("mask_token", objective.mask_token, "one"),
-        making.ordinary,
-        random_share=objective.random_share,
-        keep_share=objective.keep_share,
-        words=making.words,
-    )
-    if not result.takes(making.use.length):
-        raise UserError(
-            f"{making.use.key}.rate: {objective.share:g} of a window of {making.use.length:,} tokens is less than half "
-            "a token, so nothing would be predicted: raise it, or the sequence_length"
-        )
-    return result
-
-
-def _prefix(making: Making) -> Prefix:
-    return Prefix(mask_document_start=making.config.train.loss.mask_document_start)
-
-
-def _spans(making: Making) -> SpanCorruption:
-    objective, length = making.use.objective, making.use.length
-    sizes = span_sizes(objective.share, objective.mean_span, length)
-    _check_room(making, "rate", sizes)
-    return SpanCorruption(objective.share, objective.mean_span, _tokens(making, sizes.spans))
-
-
-def _ul2(making: Making) -> MixtureOfDenoisers:
-    objective, length = making.use.objective, making.use.length
-    sizes = mixture_sizes(objective.mixture, length)
-    for number, size in enumerate(sizes):
-        _check_room(making, f"denoisers.{number}.rate", size)
-    tokens = _tokens(making, max(size.spans for size in sizes))
-    modes = [
-        None if one.mode is None else _no_sentinel(making, f"denoisers.{number}.mode", one.mode, tokens.sentinels)
-        for number, one in enumerate(objective.mixture)
-    ]
-    return MixtureOfDenoisers(objective, tokens, modes)
-
-
-def _check_room(making: Making, key: str, sizes: SpanSizes) -> None:
-    """Refuse windows that have no room for their noise, even as a single document."""
-    length = making.use.length
-    if not sizes.fit:
-        raise UserError(
-            f"{making.use.key}.{key}: a window of {length:,} tokens would have {sizes.noise:,} tokens of noise in "
-            f"{sizes.spans:,} spans with as many gaps, and the end of a document: too short; give it another rate or "
-            "mean_span, or raise the sequence_length"
-        )
-
-
-def _tokens(making: Making, spans: int) -> Tokens:
-    """Tokens of span corruption for documents of up to `spans` spans."""
-    objective, tokenizer = making.use.objective, making.tokenizer
-    start, sentinels = tokenizer.end_of_document, _sentinels(making, spans)
-    if objective.start_token not in (None, tokenizer.end_of_document_token):
-        start = _no_sentinel(making, "start_token", objective.start_token, sentinels)
-    return Tokens(sentinels, start, tokenizer.end_of_document)
-
-
-def _no_sentinel(making: Making, key: str, token: str, sentinels: IntArray) -> int:
-    """Id of a special token that stands for something else than a span."""
-    number = making.special(key, token, "one")
-    if number in sentinels:
-        raise UserError(
-            f"{making.use.key}.{key}: {token!r} is one of the {len(sentinels):,} sentinels that stand for spans, and "
-            "would be taken for one: choose another token"
-        )
-    return number
-
-
-def _sentinels(making: Making, spans: int) -> IntArray:
-    key, named, special = f"{making.use.key}.sentinels", making.use.objective.sentinel_tokens, making.tokenizer
-    # Not `format`: all else in a pattern stands for itself, braces too.
-    names = [named.replace("{}", str(number)) for number in range(spans)] if isinstance(named, str) else named[:spans]
-    have = next((number for number, name in enumerate(names) if name not in special.special_tokens), len(names))
-    if isinstance(named, str) and have < spans:
-        raise UserError(
-            f"{key}: {named!r}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, "
-            f"and the tokenizer has {have:,} of the {spans:,} special tokens {names[0]} to {names[-1]} for them: "
-            f"{how_to_get_sentinels(making.config)}; or lower the rate or the sequence_length, or raise mean_span"
-        )
-    if len(names) < spans:
-        raise UserError(
-            f"{key}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, and here are "
-            f"{len(names):,} sentinels: name {spans:,}; or lower the rate or the sequence_length, or raise mean_span"
-        )
-    ids = [making.special(f"sentinels.{number}", name, f"{spans:,}") for number, name in enumerate(names)]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            raise UserError(f"{key}.{number}: {name!r} is given twice; each span of a document needs a sentinel")
-    return np.array(ids, np.int64)
-
-
 OBJECTIVES: dict[str, Callable[[Making], Objective]] = {
-    "causal": _causal,
-    "fim": _fill_in_the_middle,
-    "masked": _masked,
-    "prefix": _prefix,
-    "spans": _spans,
-    "ul2": _ul2,
+    "causal": make_causal,
+    "fim": make_fill_in_the_middle,
+    "masked": make_masked,
+    "prefix": make_prefix,
+    "spans": make_spans,
+    "ul2": make_ul2,
 }
-"""Constructors by `train.objective.type`. `ObjectiveConfig.type` lists the same names: the config is read without the
-data pipeline."""
+"""Constructors by `train.objective.type`. `KINDS` in the config describes the types: it imports nothing of the data."""

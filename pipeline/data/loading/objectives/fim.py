@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.common.errors import UserError
 from pipeline.common.hashing import mix
 from pipeline.data.loading.objectives.base import Arranged, PackRow
 from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.loading.objectives.making import Making
 from pipeline.data.order.permutation import IntArray
 
 _DRAWS = 4
@@ -108,3 +110,23 @@ class FillInTheMiddle(Causal):
             text[2 + low : 2 + low + suffix] = kept[high:]
             text[2 + low + suffix] = self._middle
             text[3 + low + suffix :] = kept[low:high]
+
+
+def make_fill_in_the_middle(making: Making) -> FillInTheMiddle:
+    """The objective of a run file, see `Making`."""
+    objective = making.use.objective
+    sentinels = objective.sentinel_tokens
+    for number, token in enumerate(sentinels):
+        if token in sentinels[:number]:
+            raise UserError(
+                f"{making.use.key}.sentinels.{number}: {token!r} is given twice; prefix, suffix and middle need three "
+                "different tokens"
+            )
+    prefix, suffix, middle = (making.special(f"sentinels.{n}", token, "three") for n, token in enumerate(sentinels))
+    return FillInTheMiddle(
+        objective.share,
+        objective.spm_rate,
+        (prefix, suffix, middle),
+        making.tokenizer.end_of_document,
+        mask_document_start=making.config.train.loss.mask_document_start,
+    )

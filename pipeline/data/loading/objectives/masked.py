@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from pipeline.common.errors import UserError
 from pipeline.data.loading.objectives.base import Arranged, KeyOf, PackRow, PackSizes, begins_before
 from pipeline.data.loading.objectives.draws import U64Array, below, draws_at, fraction, stream, tag_mask, tagged
+from pipeline.data.loading.objectives.making import Making
 from pipeline.data.loading.objectives.words import WordTable
 from pipeline.data.loading.stream_shape import StreamShape, rounded
 from pipeline.data.order.permutation import IntArray
@@ -145,3 +147,22 @@ def _by_words(firsts: IntArray, length: int, key: int) -> U64Array:
     places = np.repeat(place - firsts, sizes) + positions
     shift = np.uint64(int(tag_mask(length)).bit_length())
     return (places.astype(np.uint64) << shift) | positions.astype(np.uint64)
+
+
+def make_masked(making: Making) -> Masked:
+    """The objective of a run file, see `Making`."""
+    objective = making.use.objective
+    result = Masked(
+        objective.share,
+        making.special("mask_token", objective.mask_token, "one"),
+        making.ordinary,
+        random_share=objective.random_share,
+        keep_share=objective.keep_share,
+        words=making.words,
+    )
+    if not result.takes(making.use.length):
+        raise UserError(
+            f"{making.use.key}.rate: {objective.share:g} of a window of {making.use.length:,} tokens is less than half "
+            "a token, so nothing would be predicted: raise it, or the sequence_length"
+        )
+    return result

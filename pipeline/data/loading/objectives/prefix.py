@@ -7,6 +7,7 @@ import numpy as np
 from pipeline.data.loading.objectives.base import Arranged, FloatArray, KeyOf, PackRow, PackSizes
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.objectives.draws import below, stream
+from pipeline.data.loading.objectives.making import Making
 from pipeline.data.order.permutation import IntArray
 
 
@@ -91,3 +92,8 @@ def _cuts(begins: IntArray, length: int, key: int) -> IntArray:
     """
     sizes = np.diff(begins, append=length + 1)
     return begins + below(stream(key, 0, len(begins)), sizes)
+
+
+def make_prefix(making: Making) -> Prefix:
+    """The objective of a run file, see `Making`."""
+    return Prefix(mask_document_start=making.config.train.loss.mask_document_start)

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from pipeline.common.errors import UserError
 from pipeline.data.loading.objectives.base import Arranged, KeyOf
 from pipeline.data.loading.objectives.draws import stream, tag_mask
+from pipeline.data.loading.objectives.making import Making, how_to_get_sentinels
 from pipeline.data.loading.objectives.span_plan import Budget, NoisePlan
-from pipeline.data.loading.stream_shape import StreamShape, span_sizes
+from pipeline.data.loading.stream_shape import SpanSizes, StreamShape, span_sizes
 from pipeline.data.order.permutation import IntArray
 
 _CUTS = 0
@@ -213,3 +215,65 @@ def joined(sides: Corrupted, shape: StreamShape, padding: int) -> Arranged:
     if left:
         begins = begins[0], (encoder,), begins[1], (side + decoder,)
     return Arranged(tokens, targets, weight, np.concatenate(begins), raw)
+
+
+def make_spans(making: Making) -> SpanCorruption:
+    """The objective of a run file, see `Making`."""
+    objective, length = making.use.objective, making.use.length
+    sizes = span_sizes(objective.share, objective.mean_span, length)
+    check_room(making, "rate", sizes)
+    return SpanCorruption(objective.share, objective.mean_span, span_tokens(making, sizes.spans))
+
+
+def check_room(making: Making, key: str, sizes: SpanSizes) -> None:
+    """Refuse windows that have no room for their noise, even as a single document."""
+    length = making.use.length
+    if not sizes.fit:
+        raise UserError(
+            f"{making.use.key}.{key}: a window of {length:,} tokens would have {sizes.noise:,} tokens of noise in "
+            f"{sizes.spans:,} spans with as many gaps, and the end of a document: too short; give it another rate or "
+            "mean_span, or raise the sequence_length"
+        )
+
+
+def span_tokens(making: Making, spans: int) -> Tokens:
+    """Tokens of span corruption for documents of up to `spans` spans."""
+    objective, tokenizer = making.use.objective, making.tokenizer
+    start, sentinels = tokenizer.end_of_document, _sentinels(making, spans)
+    if objective.start_token not in (None, tokenizer.end_of_document_token):
+        start = no_sentinel(making, "start_token", objective.start_token, sentinels)
+    return Tokens(sentinels, start, tokenizer.end_of_document)
+
+
+def no_sentinel(making: Making, key: str, token: str, sentinels: IntArray) -> int:
+    """Id of a special token that stands for something else than a span."""
+    number = making.special(key, token, "one")
+    if number in sentinels:
+        raise UserError(
+            f"{making.use.key}.{key}: {token!r} is one of the {len(sentinels):,} sentinels that stand for spans, and "
+            "would be taken for one: choose another token"
+        )
+    return number
+
+
+def _sentinels(making: Making, spans: int) -> IntArray:
+    key, named, special = f"{making.use.key}.sentinels", making.use.objective.sentinel_tokens, making.tokenizer
+    # Not `format`: all else in a pattern stands for itself, braces too.
+    names = [named.replace("{}", str(number)) for number in range(spans)] if isinstance(named, str) else named[:spans]
+    have = next((number for number, name in enumerate(names) if name not in special.special_tokens), len(names))
+    if isinstance(named, str) and have < spans:
+        raise UserError(
+            f"{key}: {named!r}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, "
+            f"and the tokenizer has {have:,} of the {spans:,} special tokens {names[0]} to {names[-1]} for them: "
+            f"{how_to_get_sentinels(making.config)}; or lower the rate or the sequence_length, or raise mean_span"
+        )
+    if len(names) < spans:
+        raise UserError(
+            f"{key}: a document that fills a window of {making.use.length:,} tokens has {spans:,} spans, and here are "
+            f"{len(names):,} sentinels: name {spans:,}; or lower the rate or the sequence_length, or raise mean_span"
+        )
+    ids = [making.special(f"sentinels.{number}", name, f"{spans:,}") for number, name in enumerate(names)]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise UserError(f"{key}.{number}: {name!r} is given twice; each span of a document needs a sentinel")
+    return np.array(ids, np.int64)

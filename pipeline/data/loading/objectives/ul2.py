@@ -11,8 +11,9 @@ import numpy as np
 from pipeline.config.objective import ObjectiveConfig
 from pipeline.data.loading.objectives.base import Arranged, KeyOf
 from pipeline.data.loading.objectives.draws import stream
+from pipeline.data.loading.objectives.making import Making
 from pipeline.data.loading.objectives.span_plan import Budget
-from pipeline.data.loading.objectives.spans import Tokens, corrupt, joined
+from pipeline.data.loading.objectives.spans import Tokens, check_room, corrupt, joined, no_sentinel, span_tokens
 from pipeline.data.loading.stream_shape import denoiser_shares, mixture_is_padded, mixture_sizes, stream_shape
 from pipeline.data.order.permutation import IntArray
 
@@ -79,3 +80,17 @@ class MixtureOfDenoisers:
         budget = Budget(encoder, sizes.decoder, mode=mode is not None, prefix=denoiser.mean_span is None)
         sides = corrupt(ids[:-1], budget.plan(begins, length), self._tokens, key, mode)
         return joined(sides, shape, self._tokens.end)
+
+
+def make_ul2(making: Making) -> MixtureOfDenoisers:
+    """The objective of a run file, see `Making`."""
+    objective, length = making.use.objective, making.use.length
+    sizes = mixture_sizes(objective.mixture, length)
+    for number, size in enumerate(sizes):
+        check_room(making, f"denoisers.{number}.rate", size)
+    tokens = span_tokens(making, max(size.spans for size in sizes))
+    modes = [
+        None if one.mode is None else no_sentinel(making, f"denoisers.{number}.mode", one.mode, tokens.sentinels)
+        for number, one in enumerate(objective.mixture)
+    ]
+    return MixtureOfDenoisers(objective, tokens, modes)
