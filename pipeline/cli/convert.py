@@ -12,7 +12,8 @@ from pipeline.cli.checkpoint import Weights
 from pipeline.common.console import Console, echo
 
 convert_app = typer.Typer(
-    no_args_is_help=True, help="Convert models to and from Hugging Face's format. Nothing is downloaded or executed."
+    no_args_is_help=True,
+    help="Convert models to and from Hugging Face's format, and from Megatron's. Nothing is downloaded or executed.",
 )
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")]
@@ -105,6 +106,55 @@ def from_hf(
         out,
         end_of_document=end_of_document,
         weights_only=weights_only,
+        max_shard=shard_bytes(max_shard),
+        ignore=ignore or (),
+        console=console,
+    )
+    say(console, done)
+
+
+@convert_app.command("from-megatron")
+def from_megatron(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of a run of Megatron-LM (--save), or one iter_NNNNNNN in it.")
+    ],
+    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)] = None,
+    step: Annotated[int | None, typer.Option(help="Iteration; default: the latest.", min=0, show_default=False)] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Its tokenizer.json, or a folder with one; default: none, it counts as unknown then."
+        ),
+    ] = None,
+    end_of_document: Annotated[
+        str | None, typer.Option(metavar="TOKEN", help="Token that ends each document, with --tokenizer.")
+    ] = None,
+    max_shard: MaxShard = "5GB",
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ARG", help="Ignore this argument, which must not change the model; may be repeated."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only check all names and shapes, and print the sections for a run file.")
+    ] = False,
+) -> None:
+    """Convert the weights of a Megatron Core checkpoint (torch_dist), to train on from them."""
+    from pipeline.common.console import say
+    from pipeline.common.errors import UserError
+    from pipeline.train.foreign.convert import describe_megatron, from_megatron
+
+    if dry_run:
+        echo(describe_megatron(folder, step, tokenizer, end_of_document, ignore or ()), end="")
+        return
+    if out is None:
+        raise UserError("give the folder to create after the checkpoint's folder, or use --dry-run")
+    console = Console()
+    done = from_megatron(
+        folder,
+        out,
+        step=step,
+        tokenizer=tokenizer,
+        end_of_document=end_of_document,
         max_shard=shard_bytes(max_shard),
         ignore=ignore or (),
         console=console,

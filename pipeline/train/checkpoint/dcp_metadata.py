@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -50,6 +51,11 @@ _CLASSES = frozenset(
         (_DCP, "StorageMeta"),
         (_DCP, "_MEM_FORMAT_ENCODING"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        # A foreign list may say which process planned to write what; none of it is needed.
+        ("torch.distributed.checkpoint.planner", "SavePlan"),
+        ("torch.distributed.checkpoint.planner", "WriteItem"),
+        ("torch.distributed.checkpoint.planner", "WriteItemType"),
+        ("torch.distributed.checkpoint.planner", "TensorWriteData"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
@@ -173,15 +179,28 @@ def read_metadata(checkpoint: Checkpoint) -> Metadata:
         data = file.read(size + 1)
     if len(data) != size or xxhash.xxh3_64_hexdigest(data) != digest:
         raise UserError(f"{path} has changed since it was written (xxh3 differs)")
+    return parse_metadata(data, path, {name: size for name, (size, _) in files.items()})
+
+
+def parse_metadata(data: bytes, path: Path, sizes: Mapping[str, int]) -> Metadata:
+    """The list of a checkpoint's tensors from the bytes of its file, checked.
+
+    Args:
+        data: all of the file.
+        path: of the file, for messages.
+        sizes: bytes of the other files of the checkpoint, by name.
+
+    Raises:
+        UserError: see `read_metadata`.
+    """
     try:
         with _no_collection():
-            found = _Unpickler(io.BytesIO(data)).load()
-            return _metadata(found, {name: size for name, (size, _) in files.items()})
+            return _metadata(_Unpickler(io.BytesIO(data)).load(), sizes)
     except _Forbidden as name:
         raise UserError(
             f"{path} asks for {name}, which no list of tensors needs; as a pickle it could run any code. None of it "
-            "was run, and the checkpoint is not read. Do not trust its source; the hashes in COMMIT show damage, not "
-            "who wrote the files"
+            "was run, and the checkpoint is not read. Do not trust its source; hashes, where there are some, show "
+            "damage, not who wrote the files"
         ) from None
     except Exception as error:  # whatever a pickle can lead to that was cut or made by hand
         raise UserError(f"{path} is damaged or forged: {error or type(error).__name__}") from None
@@ -284,7 +303,9 @@ def _places(
         if type(name) is not str or type(file) is not str:  # what else it is may take for ever to spell out
             raise ValueError("the name of a place is not a string")
         if file not in sizes:
-            raise ValueError(f"it looks for {storage.shown(name)} in {storage.shown(file)}, which COMMIT does not list")
+            raise ValueError(
+                f"it looks for {storage.shown(name)} in {storage.shown(file)}, which is not a file of the checkpoint"
+            )
         if not _is_size(begin) or not _is_size(length) or begin + length > sizes[file]:
             raise ValueError(f"it looks for {name} outside of {file}")
         if place.get("transform_descriptors"):

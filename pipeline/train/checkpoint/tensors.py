@@ -20,7 +20,7 @@ from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.dcp_metadata import METADATA, read_metadata
 from pipeline.train.checkpoint.state_shapes import is_buffer, is_count
-from pipeline.train.torch_compat.checkpoint_files import CheckpointReader, RowsPlanner, first_cause
+from pipeline.train.torch_compat.checkpoint_files import CheckpointReader, PartPlanner, first_cause
 
 _AT_ONCE_BYTES = 2**28
 """Tensors are read in groups of about this size; one that is larger is read alone, some rows at a time."""
@@ -91,7 +91,7 @@ def read(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            planner = None if rows is None else RowsPlanner(rows.start)
+            planner = None if rows is None else PartPlanner((rows.start,))
             load(wanted, storage_reader=_reader(checkpoint), planner=planner, no_dist=True)
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
         raise UserError(f"{checkpoint.path} cannot be read: {first_cause(failure)}") from failure

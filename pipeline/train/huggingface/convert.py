@@ -27,7 +27,6 @@ from pipeline.train.checkpoint.tensors import Stored, groups, row_ranges
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
 from pipeline.train.huggingface.card import CARD_FILE, model_card
-from pipeline.train.huggingface.config_experts import loss_hint
 from pipeline.train.huggingface.config_source import Json
 from pipeline.train.huggingface.configs import to_hf_config
 from pipeline.train.huggingface.folder import (
@@ -37,6 +36,7 @@ from pipeline.train.huggingface.folder import (
     HuggingFaceFolder,
     read_json,
 )
+from pipeline.train.huggingface.foreign_model import ForeignModel
 from pipeline.train.huggingface.names import TensorRule
 from pipeline.train.huggingface.pooled import write_pooled
 from pipeline.train.huggingface.tensors import TensorMapping, map_tensors
@@ -188,14 +188,33 @@ def from_hf(
         UserError: it is not a model, or not one that is computed here, or `to` is there already.
         MachineError: `to` cannot be written.
     """
-    folder, to = Path(folder), Path(to)
+    to = Path(to)
     free_folder(to)
     found = HuggingFaceFolder(folder, ignore)
     tokenizer = _tokenizer_of(found, end_of_document, weights_only)
+    quantized = (
+        f"; decoded from {found.quantization.method} (exports are never quantized)" if found.quantization else ""
+    )
+    return write_converted(found, tokenizer, to, kind="from-hf", max_shard=max_shard, console=console) + quantized
+
+
+def write_converted(
+    found: ForeignModel, tokenizer: Tokenizer | None, to: Path, *, kind: str, max_shard: int | None, console: Console
+) -> str:
+    """Write a folder that `train.init_from.path` takes; says what it wrote.
+
+    Args:
+        found: the model.
+        tokenizer: its own; None: it is unknown.
+        to: the folder that is made.
+        kind: of conversion, which the folder records.
+        max_shard: bytes of tensors in a file at most.
+        console: for the progress bar.
+    """
     total = sum(each.bytes for each in found.tensors.values())
     shards = split_into_files(found.tensors, max_shard)
     with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
-        with progress(console, "from-hf (bytes)", total) as advance:
+        with progress(console, f"{kind} (bytes)", total) as advance:
             files = write_weight_files(tmp, shards, lambda wanted: _our_tensors(found, wanted), advance)
         if tokenizer is not None:
             tokenizer.save(tmp)
@@ -203,8 +222,8 @@ def from_hf(
         storage.put_json(
             tmp / EXPORT_ORIGIN,
             {
-                "kind": "from-hf",
-                "run": str(folder),
+                "kind": kind,
+                "run": str(found.folder),
                 "checkpoints": [],
                 "weights": "model",
                 "tokens": None,
@@ -218,11 +237,8 @@ def from_hf(
                 **({} if found.start_token is None else {START_TOKEN: found.start_token}),
             },
         )
-    quantized = (
-        f", decoded from {found.quantization.method} (exports are never quantized)" if found.quantization else ""
-    )
     return (
-        f"{to}: {found.family.architecture} of {folder}, {len(found.tensors)} tensors{quantized}, "
+        f"{to}: {found.title}, {len(found.tensors)} tensors, "
         f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
         f"{to / MODEL_FILE} continues training from there" + ("" if tokenizer else f"; {_NO_TOKENIZER}")
     )
@@ -237,7 +253,7 @@ def describe(
     return run_file_section(found, _tokenizer_of(found, end_of_document, weights_only), None)
 
 
-def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, converted: Path | None) -> str:
+def run_file_section(found: ForeignModel, tokenizer: Tokenizer | None, converted: Path | None) -> str:
     """`model:`, `tokenizer:` and `train.init_from` as YAML.
 
     Args:
@@ -246,10 +262,10 @@ def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, conv
         converted: the folder of its weights by our names; None: they are read where they are.
     """
     model = found.model.model_dump(mode="json", exclude_defaults=True)
-    init_from = {"path": str(converted)} if converted else {"hf": str(found.folder.absolute())}
+    init_from = {"path": str(converted)} if converted else found.in_place
     value: dict[str, Any] = {"model": model}
     head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
-    if hint := loss_hint(found.family, found.values, found.model):
+    if hint := found.hint:
         head += f"# {hint}.\n"
     if left_out := found.left_out:
         head += f"# {len(left_out)} tensors for tokens further ahead are left out, such as {left_out[0]}.\n"
@@ -268,7 +284,7 @@ def run_file_section(found: HuggingFaceFolder, tokenizer: Tokenizer | None, conv
             "path": str(converted or found.folder.absolute()),
             "end_of_document": tokenizer.end_of_document_token,
         }
-    if tokenizer is not None or converted:  # `init_from.hf` compares tokenizers
+    if init_from and (tokenizer is not None or converted):  # `init_from.hf` compares tokenizers
         value["train"] = {"init_from": init_from}
     return head + dump_values(value)
 
@@ -331,7 +347,7 @@ class _Experts:
         return self._values[ours][expert - self._first[ours]]
 
 
-def _our_tensors(source: HuggingFaceFolder, wanted: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+def _our_tensors(source: ForeignModel, wanted: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     for group in groups(wanted):
         for rows in row_ranges(group):
             yield from source.read(group, rows).items()

@@ -3,41 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.paths import StrPath
-from pipeline.config.model import ModelConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.tokenization.definition import MAX_FILE_BYTES, check_definition
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.exported import HF_CONFIG
-from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_files import INDEX, SINGLE
+from pipeline.train.huggingface.config_experts import loss_hint
 from pipeline.train.huggingface.config_source import ConfigSource
 from pipeline.train.huggingface.configs import from_hf_config
+from pipeline.train.huggingface.foreign_model import ForeignModel
 from pipeline.train.huggingface.names import LAYER
 from pipeline.train.huggingface.quantized import KEY, FolderTensors, read_quantization
-from pipeline.train.huggingface.tensors import TensorMapping, extra_layers, map_tensors, names_in_files
-from pipeline.train.model.config import DecoderSpec, decoder_spec
 
 CONFIG_FILE = HF_CONFIG
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 _START_TOKEN = "decoder_start_token_id"
-_ROWS = 4096
-"""Rows of two tensors that are compared at a time."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(ForeignModel):
     """A model in a folder on this machine. Nothing is downloaded, unpickled or run.
 
     Args:
@@ -49,22 +44,21 @@ class HuggingFaceFolder:
         UserError: it is none, or of a family or with a feature that is not computed here.
     """
 
+    settings = CONFIG_FILE
+
     def __init__(self, folder: StrPath, ignore: Collection[str] = (), vocab_multiple: int | None = None) -> None:
-        self.folder = folder = Path(folder)
+        folder = Path(folder)
         file = folder / CONFIG_FILE
         if not file.is_file():
             raise UserError(f"{folder} has no {CONFIG_FILE}; give the folder of a downloaded model")
         self.values: dict[str, Any] = read_json(file)
         self._source = ConfigSource(self.values, str(file))
-        self.family, model = from_hf_config(self.values, str(file), ignore)
+        family, model = from_hf_config(self.values, str(file), ignore)
         changes = {} if vocab_multiple is None else {"vocab_multiple": vocab_multiple}
-        self.model: ModelConfig = model.model_copy(update=changes)
-        """The `model:` section that computes the same."""
+        super().__init__(folder, family, model.model_copy(update=changes))
         self.quantization = None if KEY in ignore else read_quantization(self._source)
         """How its files are quantized; they are read as the numbers that they stand for."""
-        self.missing_mtp = 0
-        """Layers of multi-token prediction that config.json speaks of, where the files have none: transformers leaves
-        them out when it saves a model."""
+        # transformers leaves the layers of multi-token prediction out when it saves a model.
         if model.mtp is not None and not self._has_mtp(model.layers):
             self.missing_mtp = model.mtp.depth
             self.model = self.model.model_copy(update={"mtp": None})
@@ -73,22 +67,26 @@ class HuggingFaceFolder:
             self.model = self.model.model_copy(update={"tie_embeddings": True})
 
     @property
+    def title(self) -> str:
+        """See `ForeignModel`."""
+        return f"{self.family.architecture} of {self.folder}"
+
+    @property
+    def in_place(self) -> dict[str, str]:
+        """See `ForeignModel`."""
+        return {"hf": str(self.folder.absolute())}
+
+    @property
+    def hint(self) -> str | None:
+        """See `ForeignModel`."""
+        return loss_hint(self.family, self.values, self.model)
+
+    @property
     def positions(self) -> int:
         """The longest context that config.json speaks of, in tokens."""
         key, default = self.family.positions
         found: int = self._source.size(key, default)
         return self.model.max_positions or found
-
-    @cached_property
-    def spec(self) -> DecoderSpec:
-        """The spec of the model."""
-        assert self.model.vocab_size is not None
-        return decoder_spec(self.model, self.model.vocab_size, self.model.max_positions or self.positions)
-
-    @cached_property
-    def mapping(self) -> TensorMapping:
-        """Its tensors and ours."""
-        return map_tensors(self.family, self.spec)
 
     @cached_property
     def _found(self) -> FolderTensors:
@@ -99,105 +97,15 @@ class HuggingFaceFolder:
                 raise UserError(f"{path} is missing, though {INDEX} names it; is the download complete?")
         return FolderTensors(self.folder, names, self.quantization, self._decoded_dtype())
 
-    @cached_property
-    def _names(self) -> dict[str, str]:
-        """The names that the files have for those of the plan."""
-        shapes = {name: each.shape for name, each in self._found.tensors.items()}
-        return names_in_files(self.family, self.mapping, shapes, str(self.folder))
-
     @property
     def start_token(self) -> int | None:
         """Id that the decoder of an encoder-decoder begins with."""
         found: int | None = self._source.size(_START_TOKEN, least=0)
         return None if self.model.encoder is None else found
 
-    @property
-    def left_out(self) -> list[str]:
-        """Tensors of layers behind the last one, which transformers leaves out, too."""
-        return extra_layers(self.family, self.mapping, self._found.tensors)
-
     def _has_mtp(self, layers: int) -> bool:
         first = self.family.names.layer.replace(LAYER, str(layers)).removeprefix(self.family.prefix)
         return any(name.removeprefix(self.family.prefix).startswith(first) for name in self._found.tensors)
-
-    def _has_head(self) -> bool:
-        return self.family.names.head in self._found.tensors
-
-    def _check_copies(self) -> None:
-        """Files may have a tensor a second time: then both must be the same."""
-        mapping = self.mapping
-        for name, rule in mapping.theirs.items():
-            if rule.copy and name in self._names:
-                self._check_copy(
-                    self._names[name],
-                    self._names[mapping.ours[rule.ours[0]].theirs],
-                    "multi-token prediction has those of the model here; set num_nextn_predict_layers to 0 to leave it "
-                    "out",
-                )
-        if self._has_head() and self.family.names.head not in mapping.theirs:
-            self._check_copy(
-                self.family.names.head,
-                self._names[mapping.ours["embedding.weight"].theirs],
-                "config.json ties them; set tie_word_embeddings to false if the head has its own weights",
-            )
-
-        for name, other in self.family.copies.items():
-            if name in self._found.tensors:
-                self._check_copy(name, self._names[other], "the model has one of them; remove the one that is not used")
-
-    def _check_copy(self, name: str, other: str, why: str) -> None:
-        tensors = self._found.tensors
-        with self._found.opened() as read:
-            same = tensors[name] == tensors[other] and all(
-                read(name, part).equal(read(other, part))
-                for part in ((slice(row, row + _ROWS),) for row in range(0, tensors[name].shape[0], _ROWS))
-            )
-        if not same:
-            raise UserError(f"{self.folder}: {name} differs from {other}, though {why}")
-
-    @cached_property
-    def tensors(self) -> dict[str, Stored]:
-        """Ours, by name: of the type that theirs have. Whoever asks for them has all that can be checked checked."""
-        self._check_copies()
-        mapping = self.mapping
-        return {
-            name: Stored(mapping.our_shapes[name], torch.float32 if name in mapping.buffers else self._dtype(name))
-            for name in mapping.ours
-        }
-
-    def _dtype(self, name: str) -> torch.dtype:
-        """The type of all tensors of theirs that have one of ours."""
-        theirs = self.mapping.ours[name].names(self.mapping.our_shapes[name][0])
-        found = {each: self._found.tensors[self._names[each]].dtype for each in theirs}
-        other = next((each for each, dtype in found.items() if dtype != found[theirs[0]]), None)
-        if other is not None:
-            raise UserError(
-                f"{self.folder}: {other} is of {found[other]} and {theirs[0]} of {found[theirs[0]]}; they are one "
-                "tensor here, so they must have the same type"
-            )
-        return found[theirs[0]]
-
-    def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
-        """Some of ours, with `rows` these rows of each; padding of the vocabulary is 0."""
-        found = {}
-        for name, each in tensors.items():
-            count, *others = each.shape
-            of_this = rows or slice(0, count)
-            found[name] = torch.empty((of_this.stop - of_this.start, *others), dtype=each.dtype)
-            self.read_into(found[name], name, of_this, *(slice(0, size) for size in others))
-        return found
-
-    def read_into(self, target: Tensor, name: str, rows: slice, *others: slice) -> None:
-        """Fill a tensor with these rows and columns of one of ours, in its own type; padding is 0.
-
-        Experts are read one by one, so that little beside the target is in memory.
-        """
-        filled = 0
-        with self._found.opened() as read:
-            for theirs, piece, here in self.mapping.ours[name].pieces(rows, *others):
-                target[here].copy_(piece.of(read(self._names[theirs], piece.there)))
-                filled = here + 1 if isinstance(here, int) else here.stop
-        target[filled:].zero_()
 
     def tokenizer(self, config: TokenizerConfig | None = None) -> Tokenizer:
         """Its tokenizer.

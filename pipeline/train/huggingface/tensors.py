@@ -265,7 +265,7 @@ def _with_units(dims: tuple[_T, ...], units: tuple[int, ...], one: _T) -> tuple[
 
 
 def names_in_files(
-    family: Family, mapping: TensorMapping, found: Mapping[str, Sequence[int]], folder: str
+    family: Family, mapping: TensorMapping, found: Mapping[str, Sequence[int]], folder: str, settings: str
 ) -> dict[str, str]:
     """Names of `mapping.theirs` -> names that the files have for them.
 
@@ -274,6 +274,7 @@ def names_in_files(
         mapping: of the model; of its copies some may be missing.
         found: shapes in the files by name.
         folder: of the files, for messages.
+        settings: name of the file that describes the model, for messages.
 
     Raises:
         UserError: a tensor is missing, has another shape, or is none of this family's.
@@ -287,10 +288,10 @@ def names_in_files(
         if actual is None and mapping.theirs[name].copy:
             continue
         if actual is None:
-            raise UserError(f"{folder} has no tensor {name}, which its config.json asks for; is the download complete?")
+            raise UserError(f"{folder} has no tensor {name}, which its {settings} asks for; are the files complete?")
         if tuple(found[actual]) != shape:
             raise UserError(
-                f"{folder}: {actual} is {shape_text(found[actual])}, but by config.json it is {shape_text(shape)}; "
+                f"{folder}: {actual} is {shape_text(found[actual])}, but by {settings} it is {shape_text(shape)}; "
                 "do the files belong together?"
             )
         names[name] = actual
@@ -302,7 +303,7 @@ def names_in_files(
         rest = [name for name in rest if name != family.names.head]  # a copy of the embedding
     if rest:
         raise UserError(
-            f"{folder} has {len(rest)} tensors that a {family.model_type} with this config.json does not have, "
+            f"{folder} has {len(rest)} tensors that a {family.model_type} with this {settings} does not have, "
             f"such as {rest[0]}; it cannot be converted without loss"
         )
     return names

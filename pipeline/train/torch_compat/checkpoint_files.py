@@ -37,7 +37,7 @@ from torch.futures import Future
 from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 
-__all__ = ["CheckpointReader", "HashingWriter", "Place", "PythonUnpickler", "RowsPlanner", "first_cause"]
+__all__ = ["CheckpointReader", "HashingWriter", "PartPlanner", "Place", "PythonUnpickler", "first_cause"]
 
 PythonUnpickler: Any = pickle._Unpickler
 """That of pickle which is written in Python, whose steps can be replaced."""
@@ -248,31 +248,31 @@ class CheckpointReader(FileSystemReader):
         )
 
 
-class RowsPlanner(DefaultLoadPlanner):
-    """Loads some rows of tensors into a state that has tensors of those rows alone.
+class PartPlanner(DefaultLoadPlanner):
+    """Loads parts of tensors into a state that has tensors of those parts alone.
 
     Args:
-        first: the first of the rows.
+        first: indices of the first element of each part; 0 for the dimensions behind.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: Sequence[int]) -> None:
         super().__init__()
-        self._first = first
+        self._first = tuple(first)
 
     def create_local_plan(self) -> LoadPlan:
-        """Reads of what the rows share with each saved part of a tensor."""
+        """Reads of what the parts share with each saved part of a tensor."""
         items = []
         assert self.metadata is not None
         for name, tensor in self.state_dict.items():
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata), name
-            offsets = torch.Size([self._first, *[0] * (tensor.ndim - 1)])
+            offsets = torch.Size([*self._first, *[0] * (tensor.ndim - len(self._first))])
             wanted = ChunkStorageMetadata(offsets=offsets, sizes=tensor.size())
             items += create_read_items_for_chunk_list(name, saved, [wanted])
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """The tensor of the rows."""
+        """The tensor of the part."""
         return cast(Tensor, self.state_dict[index.fqn])
 
 

@@ -1,0 +1,70 @@
+"""Conversion of models of other suites to folders that `train.init_from.path` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from rich.console import Console
+
+from pipeline.common.errors import UserError
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.export import free_folder
+from pipeline.train.foreign.megatron import MegatronCheckpoint
+from pipeline.train.huggingface.convert import run_file_section, write_converted
+
+
+def from_megatron(
+    folder: Path,
+    to: Path,
+    *,
+    step: int | None = None,
+    tokenizer: Path | None = None,
+    end_of_document: str | None = None,
+    max_shard: int | None = 5 * 10**9,
+    ignore: Collection[str] = (),
+    console: Console,
+) -> str:
+    """Convert the weights of a checkpoint of Megatron Core; says what it wrote.
+
+    Args:
+        folder: of a run, or of one checkpoint.
+        to: the folder that is made.
+        step: iteration; by default the latest.
+        tokenizer: a tokenizer.json or a folder with one; None: it is left out.
+        end_of_document: token, of that tokenizer.
+        max_shard: bytes of tensors in a file at most.
+        ignore: arguments that the user says do not matter.
+        console: for the progress bar.
+
+    Raises:
+        UserError: it is not a checkpoint that can be converted, or `to` is there already.
+        MachineError: `to` cannot be written.
+    """
+    free_folder(to)
+    found = MegatronCheckpoint(folder, step, ignore)
+    own = _tokenizer(found, tokenizer, end_of_document)
+    return write_converted(found, own, to, kind="from-megatron", max_shard=max_shard, console=console)
+
+
+def describe_megatron(
+    folder: Path,
+    step: int | None = None,
+    tokenizer: Path | None = None,
+    end_of_document: str | None = None,
+    ignore: Collection[str] = (),
+) -> str:
+    """The part of a run file that goes with a checkpoint, as YAML; every name and shape is checked."""
+    found = MegatronCheckpoint(folder, step, ignore)
+    _ = found.tensors
+    return run_file_section(found, _tokenizer(found, tokenizer, end_of_document), None)
+
+
+def _tokenizer(found: MegatronCheckpoint, path: Path | None, end_of_document: str | None) -> Tokenizer | None:
+    if path is None:
+        if end_of_document is not None:
+            raise UserError("--end-of-document names a token of the tokenizer: give --tokenizer, too")
+        return None
+    if end_of_document is None:
+        raise UserError("name the token that ends each document with --end-of-document, as --tokenizer is given")
+    return found.tokenizer(path, end_of_document)
