@@ -144,7 +144,7 @@ class Stepper:
 
     def _book(self, losses: TokenLosses, batch: Batch) -> Tensor:
         """Book the losses of a micro-batch; returns the one to differentiate."""
-        if self._mesh.rank("tp") == 0:  # the others have the same losses
+        if self._mesh.counts_losses:  # the others have the same losses
             with torch.no_grad():
                 for quantity in self.quantities:
                     quantity.book(losses, batch)
