@@ -37,7 +37,7 @@ from pipeline.data.datasets.verify import Verification
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob, UnitJob, WorkerContext
 from pipeline.data.sources.reader import Reader
-from pipeline.data.sources.records import Piece, Unit
+from pipeline.data.sources.records import Piece
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.job import Busy, run_leased
 from pipeline.data.work.leases import LeaseWatch
@@ -91,7 +91,7 @@ def repair(found: Verification, config: Config | None, console: Console, *, dry_
                 line = made.describe(unit, wanted)
                 (result.failed if problem else result.done).append(f"{line}: {problem}" if problem else line)
             continue
-        size = sum(made.unit(unit).bytes for unit in units)
+        size = sum(made.planned.unit(unit).bytes for unit in units)
         with made.scratch(), byte_progress(console, f"repair {source.name}", size) as advance:
             for unit, wanted in sorted(units.items()):
                 problem = made.problem(unit) or made.remake(unit, wanted, advance)
@@ -105,8 +105,8 @@ class _Source:
 
     def __init__(self, folder: Path, config: Config | None) -> None:
         self.folder = folder
-        self._planned = PlannedUnits(folder)
-        self._settings = settings = self._planned.plan["settings"]
+        self.planned = PlannedUnits(folder)
+        self._settings = settings = self.planned.plan["settings"]
         if settings["data.preprocess.shuffle"] == "global":
             raise UserError(
                 "data.preprocess.shuffle: global: each part has documents of all units, so none is made again alone; "
@@ -117,7 +117,7 @@ class _Source:
                 f"version {settings['code_version']} of the stage made it, and this program has {CODE_VERSION}, which "
                 "gives other bytes; use the program that made it"
             )
-        self._splits = list(self._planned.plan["splits"])
+        self._splits = list(self.planned.plan["splits"])
         tables = {name: read_parts(folder / name, read_manifest(folder / name)) for name in self._splits}
         self._records = {
             name: {(int(part["unit"]), int(part["link"])): part for part in table} for name, table in tables.items()
@@ -140,20 +140,16 @@ class _Source:
 
     def describe(self, unit: int, chunks: set[int]) -> str:
         """The chunks of a unit, in words."""
-        names = list(dict.fromkeys(piece.file.path for piece in self.unit(unit).pieces))
+        names = list(dict.fromkeys(piece.file.path for piece in self.planned.unit(unit).pieces))
         files = ", ".join(names[:_SHOWN_FILES]) + (f" and {len(names) - _SHOWN_FILES} more" if names[3:] else "")
         numbers = ", ".join(map(str, sorted(chunks)))
         return f"{self.folder}: unit {unit}, {'chunks' if len(chunks) > 1 else 'chunk'} {numbers}, of {files}"
-
-    def unit(self, number: int) -> Unit:
-        """A unit as the plan cuts it."""
-        return self._planned.unit(number)
 
     def problem(self, number: int) -> str:
         """Reason why a unit cannot be made again, as far as its files' sizes tell; empty if there is none."""
         if self._reader.is_remote:
             return ""
-        for piece in self.unit(number).pieces:
+        for piece in self.planned.unit(number).pieces:
             try:
                 size = os.stat(piece.file.path).st_size
             except OSError as error:
@@ -186,7 +182,7 @@ class _Source:
                     storage.make_below(self._scratch, path.parent)
                     put_sealed(path, receipt)
         try:
-            unit = self.unit(number)
+            unit = self.planned.unit(number)
             unit = replace(unit, pieces=tuple(map(self._as_read, unit.pieces)))
             job = UnitJob(self._job(known), unit)
             result = run_leased(job, self._context, LeaseWatch(), advance)
@@ -238,7 +234,7 @@ class _Source:
 
     @cached_property
     def _reader(self) -> Reader:
-        return self._planned.open_reader()
+        return self.planned.open_reader()
 
     def _as_read(self, piece: Piece) -> Piece:
         """A piece as workers get it: chunked by the format, and with the time of its file, which receipts have."""
@@ -255,7 +251,7 @@ class _Source:
         salvages = any(receipt.get("salvage") for receipt in receipts.values())
         refused = [found for receipt in receipts.values() if (found := receipt.get("max_zstd_window"))]
         ends = tuple(settings["ends of splits"][name] for name in self._splits[1:])
-        *earlier, (newest, _) = generations_of(self._planned.plan)
+        *earlier, (newest, _) = generations_of(self.planned.plan)
         return SourceJob(
             folder=self._scratch,
             reader=replace(self._reader, dropped=dropped, salvage=salvages, max_zstd_window=min([2**31, *refused])),
