@@ -49,7 +49,7 @@ def data_verify(
     ] = False,
 ) -> None:
     """Check all hashes and bounds of a dataset; exit code 1 if anything differs."""
-    from pipeline.data.preprocess.repair import verify_all
+    from pipeline.data.verify.command import verify_all
 
     if not verify_all(data, overrides or (), Console(), repairs=repair, dry_run=dry_run, seals=seal):
         raise typer.Exit(EXIT_OTHER)

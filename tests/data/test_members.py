@@ -17,10 +17,10 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.manifest import PART, write_dataset
 from pipeline.data.datasets.merge import merge
-from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.status import read_state
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.verify.command import verify_all
 from tests.common.test_links import MEMBER, as_owner, link
 from tests.data.runs import make_config, tree, write_jsonl
 

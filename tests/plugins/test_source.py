@@ -21,7 +21,6 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.adopted_location import open_origins
 from pipeline.data.provenance.document_to_steps import when
@@ -30,6 +29,7 @@ from pipeline.data.provenance.step_to_documents import where
 from pipeline.data.sources.formats import planned_reader, source_format
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.verify.command import verify_all
 from tests.data.reading import check_chain, check_resume, units
 from tests.data.runs import make_config, text, tree
 from tests.plugins.installed import installed

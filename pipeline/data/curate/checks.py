@@ -57,10 +57,6 @@ def _items(scope: CurateScope, found: Problems) -> None:
             pass
 
 
-def _against(scope: CurateScope, found: Problems) -> None:
-    check_against(curate_config(scope.config))
-
-
 def _plans(scope: CurateScope, found: Problems) -> None:
     """Models and settings of the measures, and measures that were begun with others."""
     config = scope.config
@@ -92,6 +88,6 @@ def _has_index(path: Path) -> bool:
 CURATE_CHECKS: tuple[StartCheck[CurateScope], ...] = (
     StartCheck("files of sources", lambda scope, found: check_files(scope.config, _new(scope), found)),
     StartCheck("items of evaluations", _items),
-    StartCheck("earlier curations", _against),
+    StartCheck("earlier curations", lambda scope, found: check_against(curate_config(scope.config))),
     StartCheck("models and plans", _plans),
 )

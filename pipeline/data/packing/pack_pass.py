@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 
@@ -80,7 +79,4 @@ class PackPass:
         return self._lengths if source in self._trained_on else []
 
     def _maker(self, source: str, length: int) -> PackMaker:
-        return PackMaker(Dataset.open(self._folder(source)), length)
-
-    def _folder(self, source: str) -> Path:
-        return self._config.data_dir / source / TRAIN
+        return PackMaker(Dataset.open(self._config.data_dir / source / TRAIN), length)

@@ -20,7 +20,6 @@ from pipeline.data.datasets.files import MANIFEST_FILE, receipt_path
 from pipeline.data.datasets.indexed import HashedFile, named_files, part_prefix
 from pipeline.data.preprocess.part_writer import PartWriter
 from pipeline.data.preprocess.splits import Splits, split_hash
-from pipeline.data.preprocess.word_cache import FrequentWords
 from pipeline.data.sources.damage import DamagedFile, damaged_files
 from pipeline.data.sources.foreign_parser import is_careful, working_on
 from pipeline.data.sources.reader import UnitReader
@@ -28,6 +27,7 @@ from pipeline.data.sources.records import Document, Position, Unit
 from pipeline.data.tokenization.coverage import CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.tokenization.word_cache import FrequentWords
 from pipeline.data.work.job import WorkerState
 from pipeline.data.work.receipts import files_are_there, read_receipt
 from pipeline.data.work.unit_chunks import ChunkedUnit, ChunksJob, OpenChunk, UnitDone

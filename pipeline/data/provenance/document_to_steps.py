@@ -24,6 +24,7 @@ from pipeline.data.provenance.run import (
     Range,
     RunView,
     Say,
+    first_lines,
     hint_of_ids,
     in_brackets,
     shortened,
@@ -37,8 +38,6 @@ _ROW = re.compile(r"(?P<file>.*?)(?::\s*(?:row|document|line)?\s*(?P<number>[0-9
 _KEY = re.compile(r"(?P<unit>[0-9]{1,9}):(?P<row>[0-9]{1,12})")
 _EXHAUSTED = "the source has reached its max_epochs"
 _BEYOND = "beyond the source's max_epochs"
-_LINES = 50
-"""Lines of a document that are shown."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +155,7 @@ class Times:
         by_epoch: list[Occurrence | Gap] = [*self.seen, *self.masked, *self.unseen]
         by_epoch.sort(key=lambda one: one.lap)
         lines = [*map(str, by_epoch), *map(str, self.without)]
-        yield from lines[:_LINES]
-        if len(lines) > _LINES:
-            yield f"and {counted(len(lines) - _LINES, 'more line')}: --json has all"
+        yield from first_lines(lines)
 
 
 @dataclass(frozen=True)

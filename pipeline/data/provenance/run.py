@@ -40,6 +40,7 @@ from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_LINES = 50
 _ID_CHARACTERS = 200
 
 Range = tuple[int, int]
@@ -81,13 +82,9 @@ class DocumentInfo(NamedTuple):
     @property
     def json(self) -> dict[str, Any]:
         """For `--json`."""
-        origin = self.origin
         value = {"document": self.document, "length": self.tokens, "unit": self.unit, "row": self.row, "id": self.id}
         value["id_hash"] = None if self.id_hash is None else f"{self.id_hash:016x}"
-        value["file"] = origin.file if origin else None
-        if origin is not None and origin.kind != "text":
-            value[f"file_{origin.kind}"] = origin.number
-        return value
+        return value | ({"file": None} if self.origin is None else self.origin.json)
 
     def __str__(self) -> str:
         if self.damage:
@@ -314,6 +311,13 @@ def print_result(result: Printable, as_json: bool) -> None:
     lines = [orjson.dumps(result.json, option=orjson.OPT_INDENT_2).decode()] if as_json else result.lines()
     for line in lines:
         echo(line)
+
+
+def first_lines(lines: Sequence[str]) -> Iterator[str]:
+    """The first lines of many, and the number of the others."""
+    yield from lines[:_SHOWN_LINES]
+    if len(lines) > _SHOWN_LINES:
+        yield f"and {counted(len(lines) - _SHOWN_LINES, 'more line')}: --json has all"
 
 
 def shortened(text: str, characters: int = _SHOWN_CHARACTERS) -> str:

@@ -57,6 +57,11 @@ class Origin(NamedTuple):
             place += f":{self.number}" if self.kind == "line" else f": {self.kind} {self.number}"
         return f"{place} ({self.note})".lstrip() if self.note else place
 
+    @property
+    def json(self) -> dict[str, Any]:
+        """File, and the number in it unless the file is one text, for `--json`."""
+        return {"file": self.file} | ({} if self.kind == "text" else {f"file_{self.kind}": self.number})
+
 
 class _Stretch(NamedTuple):
     """The records that a chunk of a unit has of a piece of a file."""

@@ -187,7 +187,9 @@ class CurationView:
             kept=kept,
             members=list(self._members(key, verdict)) if cluster else None,
             ngrams=ngrams,
-            edits=self._edits(document, measured, verdicts.lines(row)),
+            edits=None
+            if document is None or measured is None
+            else Edits.of(document.text, measured.texts[0], verdicts.lines(row)),
             checks=list(self._checks(key, verdict, document, measured, kept, ngrams))
             if measured is not None and document is not None
             else [],
@@ -332,11 +334,6 @@ class CurationView:
                 continue
             for unit, row, value, rule in members_of(verdict_files(curation), keeper):
                 yield ClusterMember(name, unit, row, value, curation.rules[rule - 1])
-
-    def _edits(self, document: Document | None, measured: Measured | None, lines: list[int]) -> Edits | None:
-        if document is None or measured is None:
-            return None
-        return Edits.of(document.text, measured.texts[0], lines)
 
     def _checks(
         self,

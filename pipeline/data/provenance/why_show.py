@@ -15,10 +15,10 @@ from pipeline.common.format import counted, cut
 from pipeline.common.page.words import figure
 from pipeline.data.curate.rules.of_run import LINES_RULE, PARAGRAPHS_RULE
 from pipeline.data.curate.url_lists import PREFIX as URL_LISTS_PREFIX
+from pipeline.data.provenance.run import first_lines
 from pipeline.data.provenance.source_location import Origin
 from pipeline.data.sources.records import Document, printable
 
-_SHOWN = 50
 _TEXT_LINES, _TEXT_CHARACTERS = 400, 100_000
 _DIFF_LINES = 5000
 _NARROWEST = 24
@@ -122,7 +122,7 @@ class KeptDocument:
         """For programs."""
         about = {"source": self.source, "unit": self.unit, "row": self.row, "id": self.id, "text": self.text}
         about["jaccard"], about["estimate"] = self.jaccard, self.estimate
-        return about | _place(self.origin)
+        return about | self.origin.json
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Edits:
 
     Attributes:
         removed: lines, from 1 in the source's text, with their text.
-        changed: the same of changed ones, before and after.
+        changed: lines, from 1 in the source's text, with their text before and after.
         repeated: lines of the edited text, from 1, that stay in another document.
     """
 
@@ -189,7 +189,7 @@ class Edits:
         for line, before, after in self.changed:
             shown += [f"line {line} was: {_short(before)}", f"line {line} is:  {_short(after)}"]
         shown += [f"line {line} of the edited text stays elsewhere: {_short(text)}" for line, text in self.repeated]
-        yield from _some(shown)
+        yield from first_lines(shown)
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ class FoundNgram:
     """N-gram of evaluations in a document.
 
     Attributes:
-        start: of its first place, in characters of the edited text.
-        end: of the same.
+        start: first character of its first place in the edited text.
+        end: character after that place.
         places: how often it is there.
         text: as the document has it.
         items: `task` and `item` of the first items that have it.
@@ -291,7 +291,7 @@ class Why:
             "unit": self.unit,
             "row": self.row,
             "id": self.id,
-            **_place(self.origin),
+            **self.origin.json,
             "mode": self.mode,
             "state": self.state,
             "reason": self.rejected,
@@ -325,10 +325,10 @@ class Why:
                 yield f"  Jaccard similarity to it, counted from both texts: {self.kept.jaccard:.4f}{beside}"
         if self.members is not None:
             yield f"cluster: {counted(len(self.members), 'document')} removed for the kept one"
-            yield from (f"  {line}" for line in _some([str(each) for each in self.members]))
+            yield from (f"  {line}" for line in first_lines([str(each) for each in self.members]))
         if self.ngrams:
             yield f"{counted(len(self.ngrams), 'n-gram')} of evaluations:"
-            yield from (f"  {line}" for line in _some([str(each) for each in self.ngrams]))
+            yield from (f"  {line}" for line in first_lines([str(each) for each in self.ngrams]))
         if self.edits is not None and (edits := list(self.edits.lines())):
             yield "edits of the text:"
             yield from (f"  {line}" for line in edits)
@@ -373,21 +373,8 @@ def _rounded(value: float, towards: Callable[[float], int]) -> str:
     return f"{value:.0f}" if value == round(value) else f"{towards(value * 1e6) / 1e6:.6f}".rstrip("0")
 
 
-def _place(origin: Origin) -> dict[str, Any]:
-    found: dict[str, Any] = {"file": origin.file}
-    if origin.kind != "text":
-        found[f"file_{origin.kind}"] = origin.number
-    return found
-
-
 def _short(text: str) -> str:
     return cut(printable(text), 120)
-
-
-def _some(lines: Sequence[str]) -> Iterator[str]:
-    yield from lines[:_SHOWN]
-    if len(lines) > _SHOWN:
-        yield f"and {counted(len(lines) - _SHOWN, 'more line')}: --json has all"
 
 
 def _wrapped(text: str, width: int) -> Iterator[str]:

@@ -32,17 +32,18 @@ class PlannedUnits:
 
     @cached_property
     def reader(self) -> Reader:
-        """Reader of the files.
+        """Reader of the files for records that were sound when they were read before; raises as `open_reader`."""
+        return self.open_reader(max_expansion=ANY_EXPANSION, verify=False, salvage=True, max_zstd_window=2**31)
+
+    def open_reader(self, **limits: Any) -> Reader:
+        """The reader that the plan was made with, with other limits.
 
         Raises:
             UserError: the format is not installed, or in another version.
         """
         settings = self.plan["settings"]
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
-        # The records were sound when they were read before.
-        limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
-        limits |= {"salvage": True, "max_zstd_window": 2**31}
-        return planned_reader(self._path, settings, **limits)
+        return planned_reader(self._path, settings, max_record_bytes=longest, **limits)
 
     def file(self, number: int) -> File:
         """A file by its number in the plan."""

@@ -12,8 +12,8 @@ from pipeline.common.hashing import SEAL, check_seal, sealed_bytes
 from pipeline.data.datasets.files import MANIFEST_FILE
 from pipeline.data.datasets.manifest import Manifest, read_manifest
 from pipeline.data.datasets.verify import verify
-from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.verify.command import verify_all
 from tests.data.runs import make_config, tree
 
 NOT_COVERED = {

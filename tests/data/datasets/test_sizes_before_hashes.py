@@ -15,8 +15,8 @@ from pipeline.data.datasets.packing.files import packs_folder
 from pipeline.data.datasets.packing.verify import verify_packs
 from pipeline.data.datasets.verify import verify
 from pipeline.data.packing.make import PackMaker
-from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.verify.command import verify_all
 from tests.data.runs import make_config, tree
 
 TEBIBYTE = 2**40

@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipeline.data.preprocess.dry_run import SAMPLE_BYTES, take_sample
 from pipeline.data.preprocess.source_plan import counting_job
+from pipeline.data.preprocess.source_sample import SAMPLE_BYTES, take_sample
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.tokenization.engines import open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer

@@ -16,10 +16,10 @@ from pipeline.config import Config
 from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.verify import verify
-from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import grow_plans, is_complete, preprocess
 from pipeline.data.preprocess.status import read_state
 from pipeline.data.provenance.adopted_location import open_origins
+from pipeline.data.verify.command import verify_all
 from tests.data.runs import make_config, write_jsonl
 from tests.data.stage import killed_at_rename, write_run_file
 

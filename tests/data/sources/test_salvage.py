@@ -13,10 +13,10 @@ from pipeline.common.errors import UserError
 from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.manifest import read_manifest
 from pipeline.data.datasets.verify import verify
-from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.why_removed import why
 from pipeline.data.sources import compression
+from pipeline.data.verify.command import verify_all
 from tests.data.runs import datasets, make_config
 from tests.data.tokenization.test_tokenizer import byte_vocabulary, write
 

@@ -34,13 +34,10 @@ _MOST = np.uint64(2**64 - 1)
 
 def rank_type(keep: tuple[str, ...]) -> np.dtype[Any]:
     """Record of a row: its state, the columns that `keep` reads, the check of its signature, and one of itself."""
-    dates = [(date_column(each), "<u8") for each in _dates(keep)]
+    dated = sorted({each.split(":", 1)[1] for each in keep if ":" in each})
+    dates = [(date_column(each), "<u8") for each in dated]
     size = [("bytes", "<u4")] if {"longest", "shortest"} & set(keep) else []
     return np.dtype([("state", "u1"), *size, *dates, (CHECK_COLUMN, "<u4"), ("check", "<u4")])
-
-
-def _dates(keep: tuple[str, ...]) -> list[str]:
-    return sorted({each.split(":", 1)[1] for each in keep if ":" in each})
 
 
 def rank_file(folder: Path, place: int) -> Path:

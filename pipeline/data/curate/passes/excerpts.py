@@ -24,7 +24,7 @@ from pipeline.data.curate.models.measure import score_column
 from pipeline.data.curate.passes.contamination import read_hits
 from pipeline.data.curate.passes.names import EXCERPTS_PASS
 from pipeline.data.curate.report.bins import bins, scale_of
-from pipeline.data.curate.report.build import CHARACTERS, Excerpt, Key
+from pipeline.data.curate.report.build import CHARACTERS, Excerpt, Key, as_utf8
 from pipeline.data.curate.report.examples import is_early
 from pipeline.data.curate.rules.presets import MEASURES as PRESETS
 from pipeline.data.curate.scope import Chunk
@@ -84,7 +84,7 @@ class ExcerptJob(ReceiptJob):
         rows = excerpt_rows(table, hits, self.seed, chunk)
         found = source.read_texts(source.curation, [(chunk.unit, chunk.first + row) for row in rows])
         records = [
-            [row - chunk.first, *map(_as_utf8, (each.place, each.id, each.text[:CHARACTERS]))]
+            [row - chunk.first, *map(as_utf8, (each.place, each.id, each.text[:CHARACTERS]))]
             for (_, row), each in sorted(found.items())
         ]
         storage.make_below(self.folder, self.path.parent)
@@ -215,8 +215,3 @@ def stored_excerpts(jobs: Sequence[ExcerptJob], receipts: Sequence[Mapping[str, 
         ((_, about),) = receipt["files"].items()
         files[job.chunk.unit, job.chunk.chunk] = (job.chunk.first, job.path, str(about["xxh3"]))
     return StoredExcerpts(files)
-
-
-def _as_utf8(text: str) -> str:
-    """Names of files may have bytes that are not UTF-8."""
-    return text.encode("utf-8", "replace").decode()

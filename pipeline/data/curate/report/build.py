@@ -168,9 +168,9 @@ def _example(example: Sequence[Any], texts: Mapping[Key, Excerpt]) -> dict[str, 
     about: dict[str, Any] = {"unit": unit, "row": row, "value": value}
     if found is not None:
         about |= {"place": found.place, "id": found.id, "text": found.text[:CHARACTERS]}
-    # Names of files may have bytes that are not UTF-8.
-    return {name: _as_utf8(each) if isinstance(each, str) else each for name, each in about.items()}
+    return {name: as_utf8(each) if isinstance(each, str) else each for name, each in about.items()}
 
 
-def _as_utf8(text: str) -> str:
+def as_utf8(text: str) -> str:
+    """Text as UTF-8 can have it: names of files may have other bytes."""
     return text.encode("utf-8", "replace").decode()

@@ -82,7 +82,7 @@ class ExampleSampler:
                 int(keys[at]),
                 self._unit,
                 self._first + int(rows[at]),
-                _value(values[at]),
+                float(values[at]) if np.isfinite(values[at]) else None,
             ]
             for at in order
         ]
@@ -103,7 +103,3 @@ def first_of(kind: str, lists: Iterable[list[Example]]) -> list[Example]:
         lists: of the chunks.
     """
     return sorted(example for each in lists for example in each)[: MOST[kind]]
-
-
-def _value(value: Any) -> float | None:
-    return float(value) if np.isfinite(value) else None

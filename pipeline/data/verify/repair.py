@@ -1,4 +1,4 @@
-"""`data verify --repair`: parts that are damaged or missing, made again from the files of their units.
+"""Repair of datasets: parts that are damaged or missing, made again from the files of their units.
 
 A unit is made again in a folder of its own, from `plan.json` and the receipts of its other chunks. What it gives takes
 the place of the damage if it has the hashes that the dataset was written with, and else nothing is changed.
@@ -9,18 +9,17 @@ from __future__ import annotations
 import errno
 import os
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from pipeline.common import links, storage
-from pipeline.common.console import alarm, byte_progress, echo
+from pipeline.common.console import byte_progress
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, put_sealed
-from pipeline.config.load import load_run
 from pipeline.config.root import Config
 from pipeline.data.curate.files import curate_folder
 from pipeline.data.curate.results.apply import AppliedCuration, applied_from
@@ -28,24 +27,21 @@ from pipeline.data.datasets.files import PLAN_FILE, receipt_path, rejected_path
 from pipeline.data.datasets.indexed import named_files, part_prefix
 from pipeline.data.datasets.manifest import (
     CODE_VERSION,
-    PLAN_KEYS,
     REPAIR,
     REPAIR_ADOPTED,
     generations_of,
     read_manifest,
     read_parts,
 )
-from pipeline.data.datasets.packing.verify import verify_packs
-from pipeline.data.datasets.verify import Verification, verify
+from pipeline.data.datasets.verify import Verification
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob, UnitJob, WorkerContext
-from pipeline.data.sources.formats import planned_reader
-from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader
-from pipeline.data.sources.records import MAX_RECORD_BYTES, Piece, Unit
+from pipeline.data.sources.records import Piece
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.job import Busy, run_leased
 from pipeline.data.work.leases import LeaseWatch
+from pipeline.data.work.planned_units import PlannedUnits
 from pipeline.data.work.receipts import read_receipt, read_receipts
 
 _SHOWN_FILES = 3
@@ -95,7 +91,7 @@ def repair(found: Verification, config: Config | None, console: Console, *, dry_
                 line = made.describe(unit, wanted)
                 (result.failed if problem else result.done).append(f"{line}: {problem}" if problem else line)
             continue
-        size = sum(made.unit(unit).bytes for unit in units)
+        size = sum(made.planned.unit(unit).bytes for unit in units)
         with made.scratch(), byte_progress(console, f"repair {source.name}", size) as advance:
             for unit, wanted in sorted(units.items()):
                 problem = made.problem(unit) or made.remake(unit, wanted, advance)
@@ -109,8 +105,8 @@ class _Source:
 
     def __init__(self, folder: Path, config: Config | None) -> None:
         self.folder = folder
-        self._plan = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
-        settings = self._plan["settings"]
+        self.planned = PlannedUnits(folder)
+        self._settings = settings = self.planned.plan["settings"]
         if settings["data.preprocess.shuffle"] == "global":
             raise UserError(
                 "data.preprocess.shuffle: global: each part has documents of all units, so none is made again alone; "
@@ -121,7 +117,7 @@ class _Source:
                 f"version {settings['code_version']} of the stage made it, and this program has {CODE_VERSION}, which "
                 "gives other bytes; use the program that made it"
             )
-        self._splits = list(self._plan["splits"])
+        self._splits = list(self.planned.plan["splits"])
         tables = {name: read_parts(folder / name, read_manifest(folder / name)) for name in self._splits}
         self._records = {
             name: {(int(part["unit"]), int(part["link"])): part for part in table} for name, table in tables.items()
@@ -144,25 +140,16 @@ class _Source:
 
     def describe(self, unit: int, chunks: set[int]) -> str:
         """The chunks of a unit, in words."""
-        names = list(dict.fromkeys(piece.file.path for piece in self.unit(unit).pieces))
+        names = list(dict.fromkeys(piece.file.path for piece in self.planned.unit(unit).pieces))
         files = ", ".join(names[:_SHOWN_FILES]) + (f" and {len(names) - _SHOWN_FILES} more" if names[3:] else "")
         numbers = ", ".join(map(str, sorted(chunks)))
         return f"{self.folder}: unit {unit}, {'chunks' if len(chunks) > 1 else 'chunk'} {numbers}, of {files}"
-
-    def unit(self, number: int) -> Unit:
-        """A unit as the plan cuts it, of the files as they are now."""
-        pieces = []
-        for file, start, end in self._plan["units"][number]:
-            name, path, size = self._plan["files"][file]
-            known = File(name, path, size, 0)
-            pieces.append(Piece(known, start, end, self._is_chunked(known)))
-        return Unit(number, self._plan["settings"]["name"], tuple(pieces))
 
     def problem(self, number: int) -> str:
         """Reason why a unit cannot be made again, as far as its files' sizes tell; empty if there is none."""
         if self._reader.is_remote:
             return ""
-        for piece in self.unit(number).pieces:
+        for piece in self.planned.unit(number).pieces:
             try:
                 size = os.stat(piece.file.path).st_size
             except OSError as error:
@@ -195,7 +182,9 @@ class _Source:
                     storage.make_below(self._scratch, path.parent)
                     put_sealed(path, receipt)
         try:
-            job = UnitJob(self._job(known), self._with_times(number))
+            unit = self.planned.unit(number)
+            unit = replace(unit, pieces=tuple(map(self._as_read, unit.pieces)))
+            job = UnitJob(self._job(known), unit)
             result = run_leased(job, self._context, LeaseWatch(), advance)
         except (UserError, OSError) as error:
             if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
@@ -243,35 +232,26 @@ class _Source:
                     storage.make_below(self.folder, final.parent)
                     storage.commit(path, final)
 
-    @property
+    @cached_property
     def _reader(self) -> Reader:
-        settings = self._plan["settings"]
-        longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
-        return planned_reader(self.folder / PLAN_FILE, settings, max_record_bytes=longest)
+        return self.planned.open_reader()
 
-    def _is_chunked(self, file: File) -> bool:
-        pieces = next(iter(self._reader.pieces(file, 2**62)), None)
-        return pieces is not None and pieces.chunked
-
-    def _with_times(self, number: int) -> Unit:
-        """The unit with the times of its files, which receipts have."""
-        unit = self.unit(number)
-        if self._reader.is_remote:
-            return unit
-        pieces = [
-            replace(piece, file=replace(piece.file, mtime_ns=os.stat(piece.file.path).st_mtime_ns))
-            for piece in unit.pieces
-        ]
-        return replace(unit, pieces=tuple(pieces))
+    def _as_read(self, piece: Piece) -> Piece:
+        """A piece as workers get it: chunked by the format, and with the time of its file, which receipts have."""
+        first = next(iter(self._reader.pieces(piece.file, 2**62)), None)
+        file = piece.file
+        if not self._reader.is_remote:
+            file = replace(file, mtime_ns=os.stat(file.path).st_mtime_ns)
+        return replace(piece, file=file, chunked=first is not None and first.chunked)
 
     def _job(self, receipts: dict[int, Any]) -> SourceJob:
         assert self._scratch is not None
-        settings = self._plan["settings"]
+        settings = self._settings
         dropped = {name: ("damaged", "") for receipt in receipts.values() for name in receipt.get("dropped", [])}
         salvages = any(receipt.get("salvage") for receipt in receipts.values())
         refused = [found for receipt in receipts.values() if (found := receipt.get("max_zstd_window"))]
         ends = tuple(settings["ends of splits"][name] for name in self._splits[1:])
-        *earlier, (newest, _) = generations_of(self._plan)
+        *earlier, (newest, _) = generations_of(self.planned.plan)
         return SourceJob(
             folder=self._scratch,
             reader=replace(self._reader, dropped=dropped, salvage=salvages, max_zstd_window=min([2**31, *refused])),
@@ -337,102 +317,3 @@ def _is_equal(path: Path, made: Path, wanted: int) -> bool:
         return path.stat().st_size == made.stat().st_size and file_hash(path) == wanted
     except (OSError, UserError):
         return False
-
-
-def verify_all(
-    data: Path,
-    overrides: Sequence[str],
-    console: Console,
-    *,
-    repairs: bool = False,
-    dry_run: bool = False,
-    seals: bool = False,
-) -> bool:
-    """Check datasets, print what is wrong, and repair it if that is asked for; returns whether all is sound.
-
-    Args:
-        data: folder of a dataset, or of several; or a run file, for all datasets of its sources.
-        overrides: `key.path=value` for the run file.
-        console: for the progress bar.
-        repairs: make damaged parts again.
-        dry_run: only say what would be made again.
-        seals: add the hashes that files of earlier versions lack, if all else is sound.
-
-    Raises:
-        UserError: there is no dataset.
-    """
-    if dry_run and not repairs:
-        raise UserError("--dry-run shows what --repair would do; add --repair")
-    config, folders = None, [data]
-    if data.is_file() or (data.suffix in (".yaml", ".yml") and not data.is_dir()):
-        config = load_run(data, overrides)
-        made = [source.dataset for source in config.data.inputs.values()]
-        folders = [*([config.data_dir] if None in made else []), *dict.fromkeys(filter(None, made))]
-    elif overrides:
-        raise UserError(f"{overrides[0]!r} overrides a key of a run file, but {data} is not one; name the run file")
-    elif not data.is_dir() and any(data.with_name(data.name + suffix).exists() for suffix in ("", ".bin", ".idx")):
-        raise UserError(
-            f"{data} is a pair of .bin and .idx without a manifest, so nothing says what its bytes should be: verify "
-            "the dataset that it was merged from, and merge that again (`pipeline data merge`); or adopt it"
-        )
-    sound = [_verify_folder(folder, config, console, repairs, dry_run, seals) for folder in folders]
-    return all(sound)
-
-
-def _seal(found: Verification, seals: bool) -> None:
-    """Give sound files of earlier versions the hash of their own that they lack; or say that they lack it."""
-    if not found.unsealed:
-        return
-    if seals:
-        for path in found.unsealed:
-            put_sealed(path, storage.get_json(path))
-        echo(f"sealed: {len(found.unsealed):,} manifests, plans and receipts have a hash of their own now")
-    else:
-        echo(
-            f"note: {len(found.unsealed):,} manifests, plans and receipts of an earlier version have no hash of their "
-            f"own ({found.unsealed[0]}, say): a change that agrees with all other files is not seen in them. To add "
-            "the hashes, run the same command with --seal"
-        )
-
-
-def _verify_folder(
-    folder: Path, config: Config | None, console: Console, repairs: bool, dry_run: bool, seals: bool
-) -> bool:
-    found = verify(folder)
-    for problem in found.problems:
-        alarm("bad:", problem)
-    if found.problems and not repairs:
-        if found.lost or any(dataset not in found.adopted for dataset, _, _ in found.damaged):
-            alarm("to repair:", "run the same command with --repair: it makes parts again from the source files")
-        for advice in found.repairs:
-            alarm("to repair:", advice)
-        return False
-    if not found.problems:
-        return _verify_packs(folder, found, seals)
-    result = repair(found, config, console, dry_run=dry_run)
-    for line in result.done:
-        echo(f"{'would be made again' if dry_run else 'made again'}: {line}")
-    for line in result.failed:
-        alarm("not repaired:", line)
-    if not result.done and not result.failed:
-        alarm("not repaired:", f"no part is damaged; {REPAIR}")
-    if dry_run or not result.done:
-        return False
-    left = verify(folder)
-    for problem in left.problems:
-        alarm("still bad:", problem)
-    return not left.problems and _verify_packs(folder, left, seals)
-
-
-def _verify_packs(folder: Path, datasets: Verification, seals: bool) -> bool:
-    """Check the packs of datasets that are sound, and print the result of both."""
-    packs = verify_packs(folder)
-    for problem in packs.problems:
-        alarm("bad:", problem)
-    for advice in packs.repairs:
-        alarm("to repair:", advice)
-    if not packs.problems:
-        what = "everything that has a hash" if datasets.unsealed else "everything"
-        echo(f"{folder}: {', '.join(filter(None, map(str, (datasets, packs))))}: {what} is as it was written")
-        _seal(datasets, seals)
-    return not packs.problems

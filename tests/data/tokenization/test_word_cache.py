@@ -3,15 +3,15 @@
 import pytest
 
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.preprocess import word_cache
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer, tokenizer_folder
 from pipeline.data.preprocess.source_plan import make_plan, source_job
 from pipeline.data.preprocess.splits import make_splits
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.preprocess.tokenize_unit import UnitJob, WorkerContext
-from pipeline.data.preprocess.word_cache import FrequentWords
+from pipeline.data.tokenization import word_cache
 from pipeline.data.tokenization.hard_texts import hard_texts
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.tokenization.word_cache import FrequentWords
 from pipeline.data.work.units import cut_units, find_source_files
 from tests.data.runs import make_config, tree, write_jsonl
 from tests.data.tokenization.test_tokenizer import byte_vocabulary, write

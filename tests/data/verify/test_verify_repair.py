@@ -17,9 +17,9 @@ from pipeline.config import Config
 from pipeline.data.curate.stage import curate
 from pipeline.data.datasets.adopt import adopt
 from pipeline.data.datasets.merge import merge
-from pipeline.data.preprocess import repair
-from pipeline.data.preprocess.repair import verify_all
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.verify import repair
+from pipeline.data.verify.command import verify_all
 from tests.data.curate.runs import curate_config, write_corpus
 from tests.data.runs import make_config, tree, write_jsonl
 from tests.data.stage import killed_at_rename, write_run_file
