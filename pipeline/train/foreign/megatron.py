@@ -83,7 +83,7 @@ def megatron_names(*, interleaved: bool, norm_bias: bool) -> Names:
             TensorRule("embedding.position_embeddings.weight", ("position_embedding.weight",)),
         ),
         norms={"input_layernorm": "mixer_norm", "pre_mlp_layernorm": "mlp_norm"},
-        behind=(
+        after=(
             TensorRule(f"{norm}.weight", ("norm.weight",)),
             *[TensorRule(f"{norm}.bias", ("norm.bias",))] * norm_bias,
             TensorRule("output_layer.weight", ("head.weight",)),

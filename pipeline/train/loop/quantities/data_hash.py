@@ -21,8 +21,7 @@ class DataHash(Quantity):
     """The sum of the hashes of all samples of a step, mod 2**64."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        # Ranks with the same samples count once.
-        self._counts = all(mesh.rank(axis) == 0 for axis in ("tp", "cp", "pp"))
+        self._counts = mesh.counts_samples
         self._device = device
         self._hash = 0
 
