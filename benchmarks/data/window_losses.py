@@ -35,7 +35,7 @@ from benchmarks.synthetic import make_blend
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.provenance import loss_file
 from pipeline.data.provenance.loss_file import LossHead, encode
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.loop.quantities.windows import LossWriter, WindowSums
 from pipeline.train.model.loss import TokenLosses
 
@@ -104,9 +104,9 @@ class _Recorded(Quantity):
         if self._sums is not None:
             self._sums.add(losses.loss_BS, batch)
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:
         found = None if self._sums is None else self._sums.reduce()
-        return None if found is None else Reading({"sums": found}, self._write)
+        return None if found is None else QuantityNumbers({"sums": found}, self._write)
 
     def _write(self, sums: Tensor) -> dict[str, Any]:
         assert self.writer is not None

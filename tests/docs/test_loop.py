@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.data.loading.batch import Batch, StepData
-from pipeline.train.loop.quantities.quantity import Quantity, Reading
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers
 from pipeline.train.loop.step import Stepper
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
@@ -36,7 +36,7 @@ def test_the_arithmetic_alone_gives_the_losses_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("nats", "share"), [(10, 0.0), (0, 1.0)])
 def test_the_quantity_of_the_page_counts(nats: int, share: float) -> None:
-    names: dict[str, Any] = {"torch": torch, "Quantity": Quantity, "Reading": Reading}
+    names: dict[str, Any] = {"torch": torch, "Quantity": Quantity, "QuantityNumbers": QuantityNumbers}
     block = BLOCKS[1].replace("> 10", f"> {nats}")
     exec(compile(f"from __future__ import annotations\n{block}", "loop.md", "exec"), names)
     config = config_of({"layers": 1, "dim": 16, "heads": 2, "vocab_multiple": 8}, sequence_length=8)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.config.layers.mixers import MAX_LAYERS
-from pipeline.train.foreign.pickles import Record, read_saved
+from pipeline.train.foreign.pickles import InertObject, read_saved
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 
 COMMON = "common.pt"
@@ -190,7 +190,7 @@ def read_arguments(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is missing; the checkpoint is not complete, or not one of Megatron Core")
     found = read_saved(path)
     arguments: Any = found.get("args") if isinstance(found, Mapping) else None
-    state = arguments.state if isinstance(arguments, Record) else None
+    state = arguments.state if isinstance(arguments, InertObject) else None
     if not isinstance(state, dict):
         raise UserError(
             f"{path} has no args, the arguments of the run; it was saved by something else than pretrain_gpt"

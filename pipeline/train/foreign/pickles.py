@@ -1,6 +1,6 @@
 """Pickles of other programs, read as data: nothing that they name is imported, and nothing is called.
 
-A settings file of another program is a pickle of its own classes. Here each object becomes a `Record` with the name of
+A settings file of another program is a pickle of its own classes. Here each object becomes a `InertObject` with the name of
 its class, so it is read where that program is not installed, and a file of a stranger runs no code.
 """
 
@@ -33,7 +33,7 @@ _KEYS = (str, int, float, bool, type(None))
 
 
 @dataclass(eq=False, slots=True)
-class Record:
+class InertObject:
     """An object of another program."""
 
     kind: str
@@ -61,11 +61,11 @@ class _Inert(PythonUnpickler):  # type: ignore[misc]
         arguments, kind = self.stack.pop(), self.stack[-1]
         if type(kind) is not _Kind:
             raise ValueError("it calls something that is not a class")
-        self.stack[-1] = Record(str(kind), arguments)
+        self.stack[-1] = InertObject(str(kind), arguments)
 
     def _build(self) -> None:
         state, made = self.stack.pop(), self.stack[-1]
-        if type(made) is not Record:
+        if type(made) is not InertObject:
             raise ValueError("it sets the state of something that has none")
         made.state = state
 
@@ -84,14 +84,14 @@ class _Inert(PythonUnpickler):  # type: ignore[misc]
                 continue
             if type(target) is dict:
                 target[key] = value
-            elif type(target) is not Record:  # of a record, as an OrderedDict is made, the items are not needed
+            elif type(target) is not InertObject:  # of a record, as an OrderedDict is made, the items are not needed
                 raise ValueError("it sets an item of something that has none")
 
     def _add_items(self) -> None:
         self.pop_mark()  # what is in a set is not needed
 
     def _persistent(self) -> None:
-        self.stack[-1] = Record("a tensor")
+        self.stack[-1] = InertObject("a tensor")
 
     dispatch |= {
         pickle.NEWOBJ[0]: _make,

@@ -17,7 +17,7 @@ from pipeline.train.host.host_copy import HostCopy
 from pipeline.train.host.trace_spans import span
 from pipeline.train.loop.quantities.layers import Observer
 from pipeline.train.loop.quantities.losses import DepthLosses, SourceLosses, WeightedLoss
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.loop.quantities.routing import Balance
 from pipeline.train.model.context import Ahead, Context, make_context
 from pipeline.train.model.dropout import Dropout
@@ -37,7 +37,7 @@ from pipeline.train.parallel.setup import Setup
 class StepResult:
     """Numbers of a step over all ranks, on the device or on the host."""
 
-    readings: Sequence[Reading]
+    readings: Sequence[QuantityNumbers]
 
     def to_host(self) -> Callable[[], StepResult]:
         """Begin to copy all of it to the host; called, what this gives waits for that and for nothing issued later."""
@@ -231,11 +231,13 @@ class Stepper:
         return (factor if scale is None else factor / scale.scale).float()
 
 
-def _update_reading(update: Update) -> Reading:
+def _update_reading(update: Update) -> QuantityNumbers:
     """The verdict on an update, for metrics.jsonl."""
     tensors = {"norm": update.norm, "finite": update.finite, "is_made": update.is_made}
     more = {"zscores": update.zscores, "loss_scale": update.loss_scale}
-    return Reading(tensors | {name: tensor for name, tensor in more.items() if tensor is not None}, _update_columns)
+    return QuantityNumbers(
+        tensors | {name: tensor for name, tensor in more.items() if tensor is not None}, _update_columns
+    )
 
 
 def _update_columns(

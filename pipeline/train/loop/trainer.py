@@ -293,7 +293,7 @@ class Trainer:
         return self._loader.micro_batch_size(step - 1), self._plan.segment(step - 1).sequence_length
 
     def _request(self) -> StopRequest:
-        """What this rank is asked for now."""
+        """Requests to this rank, as of now."""
         return self._requests.request()._replace(unsaved=self._saver.unsaved.overdue)
 
     def _write(self, step: int, values: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from pipeline.cli.main import app
 from pipeline.common.errors import UserError
 from pipeline.train.foreign.distributed import DistributedFiles
 from pipeline.train.foreign.megatron import MegatronCheckpoint
-from pipeline.train.foreign.pickles import Record, read_saved
+from pipeline.train.foreign.pickles import InertObject, read_saved
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from tests import tiers
@@ -200,7 +200,7 @@ def test_pickles_run_nothing(tmp_path: Path) -> None:
     torch.save({"args": Namespace(num_layers=1, backend=_Evil(), dtype=torch.bfloat16, tensor=torch.zeros(2))}, file)
     state = read_saved(file)["args"].state
     assert state["num_layers"] == 1
-    assert isinstance(state["backend"], Record) and state["backend"].kind == "posix.system"
+    assert isinstance(state["backend"], InertObject) and state["backend"].kind == "posix.system"
     assert not Path("/tmp/harm").exists()
     file.write_bytes(pickle.dumps({"args": 1}))
     with pytest.raises(UserError, match="not a file of torch.save"):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pipeline.data.loading.batch import StepData
 from pipeline.train.host.host_copy import to_device
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.parallel.mesh import Mesh
 
 _WORDS = 4
@@ -34,9 +34,9 @@ class DataHash(Quantity):
         words = [(self._hash >> (16 * place)) & 0xFFFF for place in range(_WORDS)]
         return [to_device(torch.tensor(words, dtype=torch.float64), self._device)]
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:
         """See `Quantity`."""
-        return Reading({"words": sums[0]}, _columns)
+        return QuantityNumbers({"words": sums[0]}, _columns)
 
 
 def _columns(words: Tensor) -> dict[str, Any]:

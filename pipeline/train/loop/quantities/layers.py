@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.data.loading.batch import Batch, StepData
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.model.context import ActivationObserver
 from pipeline.train.model.kernels.attention_mask import AttentionMask
 from pipeline.train.optim.gradients import Gradients
@@ -66,8 +66,8 @@ class Observer(Quantity):
             by_group = gradients.squares_by(_group)
             self._seen.gradients = torch.stack([by_group.get(name, self._seen.zero) for name in self._groups])
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
-        """The statistics over all ranks, which have maxima among them and so are no part of the step's one sum."""
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:
+        """The statistics over all ranks. Some are maxima, so they have collectives of their own."""
         seen, self._seen = self._seen, None
         if seen is None:
             return None
@@ -80,7 +80,7 @@ class Observer(Quantity):
         # Processes of a tp axis that have the same activations count them alike in both sums.
         sizes = (squares / counts).sqrt()
         norms = gradients.sqrt() if update.loss_scale is None else gradients.sqrt() / update.loss_scale
-        return Reading({"norms": norms, "sizes": sizes, "peaks": peaks}, partial(_columns, self._groups))
+        return QuantityNumbers({"norms": norms, "sizes": sizes, "peaks": peaks}, partial(_columns, self._groups))
 
 
 def _columns(groups: list[str], norms: Tensor, sizes: Tensor, peaks: Tensor) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.data.loading.batch import Batch, StepData
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.model.loss import TokenLosses
 
 
@@ -46,10 +46,10 @@ class SourceLosses(Quantity):
         nats, targets = sums[0].view(2, -1)
         return nats.sum(), targets.sum()
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:
         """See `Quantity`."""
         nats, targets = sums[0].view(2, -1)
-        return Reading({"nats": nats, "targets": targets}, self._read)
+        return QuantityNumbers({"nats": nats, "targets": targets}, self._read)
 
     def _read(self, nats: Tensor, targets: Tensor) -> dict[str, Any]:
         by_source = list(zip(self._names, nats.tolist(), targets.tolist(), strict=True))
@@ -83,11 +83,11 @@ class WeightedLoss(Quantity):
         """Weighted nats."""
         return [] if self._sum is None else [self._sum]
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:
         """See `Quantity`."""
         if not sums:
             return None
-        return Reading({"loss": sums[0].squeeze() / self._total}, lambda loss: {"weighted_loss": loss.item()})
+        return QuantityNumbers({"loss": sums[0].squeeze() / self._total}, lambda loss: {"weighted_loss": loss.item()})
 
 
 class DepthLosses(Quantity):
@@ -115,9 +115,9 @@ class DepthLosses(Quantity):
         """This rank's share of the means."""
         return [self._means] if self._valid else []
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:
         """See `Quantity`."""
-        return Reading({"means": sums[0]}, _depth_columns) if sums else None
+        return QuantityNumbers({"means": sums[0]}, _depth_columns) if sums else None
 
 
 def _depth_columns(means: Tensor) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Reading:
+class QuantityNumbers:
     """Numbers of a quantity in a step, on the device or on the host."""
 
     tensors: Mapping[str, Tensor]
@@ -66,7 +66,7 @@ class Quantity:
         """Tensors that are added up over all ranks, fp64, as many and as long on every rank."""
         return []
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:
         """The numbers of the step.
 
         Args:

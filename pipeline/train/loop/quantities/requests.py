@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.data.loading.batch import StepData
 from pipeline.train.host.host_copy import to_device
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.run.stop_requests import StopRequest
 
 
@@ -32,9 +32,9 @@ class AgreedRequests(Quantity):
         """One number per kind of request; looked at when the passes have been issued, as late as it can be."""
         return [to_device(torch.tensor([*map(float, self._request())], dtype=torch.float64), self._device)]
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:
         """See `Quantity`."""
-        return Reading({"counts": sums[0]}, self._read)
+        return QuantityNumbers({"counts": sums[0]}, self._read)
 
     def skipped(self, data: StepData) -> None:
         """Agree without a step; this reads the device."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from pipeline.config.train import BalanceConfig
 from pipeline.data.loading.batch import StepData
 from pipeline.train.host.host_copy import to_device
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.model.mlps.experts.module import Experts
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
 from pipeline.train.monitor.imbalance import Imbalance
@@ -105,7 +105,7 @@ class Balance(Quantity):
         return [self._sums, to_device(rows, self._sums.device)]
 
     @torch.no_grad()
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:
         """Move the biases of this rank's routers, unless the step is withheld."""
         of_layers, rows = sums
         for index, mixture in self._mixtures.items():
@@ -116,7 +116,7 @@ class Balance(Quantity):
                 ahead = torch.sign(counts_E.sum() - counts_E * len(counts_E)).float() * self._config.bias_rate
                 router.score_bias.add_(torch.where(update.is_made, ahead, 0.0))
         columns = partial(routing_columns, self._layers, forced=self._config.force, by_layer=self._by_layer)
-        return Reading({"of_layers": of_layers, "rows": rows}, columns)
+        return QuantityNumbers({"of_layers": of_layers, "rows": rows}, columns)
 
     def warning(self, step: int, row: Mapping[str, Any], seconds: float) -> str | None:
         """A warning of experts that stay unevenly used, see `Imbalance`."""

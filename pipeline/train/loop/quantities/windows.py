@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.order.journal import Journal
 from pipeline.data.provenance.loss_file import LossHead, cut_losses, encode, masked, read_head
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.model.loss import TokenLosses
 from pipeline.train.monitor.loggers.base import Logger
 from pipeline.train.monitor.loggers.retrying import RetryingLogger
@@ -172,10 +172,14 @@ class WindowLosses(Quantity):
         if self._sums is not None:
             self._sums.add(losses.loss_BS, batch)
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:
         """Send the sums to rank 0, which records them once they are on its host."""
         found = None if self._sums is None else self._sums.reduce()
-        return None if found is None else Reading({"sums": found}, partial(self._record, self._step, self._samples))
+        return (
+            None
+            if found is None
+            else QuantityNumbers({"sums": found}, partial(self._record, self._step, self._samples))
+        )
 
     def skipped(self, data: StepData) -> None:
         """Record that no sample of a step was trained on."""

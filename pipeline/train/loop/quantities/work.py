@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipeline.data.loading.batch import StepData
 from pipeline.train.host.host_copy import to_device
-from pipeline.train.loop.quantities.quantity import Quantity, Reading, Update
+from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.monitor.straggler import Stragglers, WorkClock, summary
 
 
@@ -43,9 +43,9 @@ class RankWork(Quantity):
         seconds[dist.get_rank()] = self._seconds
         return [to_device(seconds, self._device)]
 
-    def finish(self, sums: Sequence[Tensor], update: Update) -> Reading | None:
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:
         """See `Quantity`."""
-        return Reading({"seconds": sums[0]}, _columns) if len(sums[0]) > 1 else None
+        return QuantityNumbers({"seconds": sums[0]}, _columns) if len(sums[0]) > 1 else None
 
     def warning(self, step: int, row: Mapping[str, Any], seconds: float) -> str | None:
         """A warning of the slowest rank, see `Stragglers`."""
