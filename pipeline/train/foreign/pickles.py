@@ -1,7 +1,7 @@
 """Pickles of other programs, read as data: nothing that they name is imported, and nothing is called.
 
-A settings file of another program is a pickle of its own classes. Here each object becomes a `InertObject` with the name of
-its class, so it is read where that program is not installed, and a file of a stranger runs no code.
+A settings file of another program is a pickle of its own classes. Here each object becomes an `InertObject` with the
+name of its class, so it is read where that program is not installed, and a file of a stranger runs no code.
 """
 
 from __future__ import annotations

@@ -111,7 +111,9 @@ class _NoRandom:
 
 def _answer_for_a_cpu() -> None:
     import megatron.core.tensor_parallel.random as random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
 
+    moe_utils.te_general_gemm = None  # a name that is missing without Transformer Engine
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *args: None  # type: ignore[assignment]
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
