@@ -170,11 +170,11 @@ def _experts(source: ArgumentSource) -> Json:
     source.must_be("moe_router_topk_scaling_factor", (None, 1.0), None)
     source.must_be("moe_use_legacy_grouped_gemm", (False,), False)
     source.must_be("moe_apply_probs_on_input", (False,), False)
-    ffn_dim = source.size("moe_ffn_hidden_size")
+    dense, ffn_dim = source.need_size("ffn_hidden_size"), source.size("moe_ffn_hidden_size")
     return {
         "count": source.need_size(key),
         "top_k": source.size("moe_router_topk", 2),
-        "ffn_dim": source.need_size("ffn_hidden_size") if ffn_dim is None else ffn_dim,
+        "ffn_dim": dense if ffn_dim is None else ffn_dim,
         # Otherwise the softmax is over the chosen experts, which is the same as to divide by their sum.
         "normalize": not source.flag("moe_router_pre_softmax", False),
     }
