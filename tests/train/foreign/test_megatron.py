@@ -24,7 +24,6 @@ from pipeline.train.foreign.megatron import MegatronCheckpoint
 from pipeline.train.foreign.pickles import InertObject, read_saved
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
-from tests import tiers
 from tests.train.foreign.make_megatron import ARGUMENTS, KINDS
 
 CASES: dict[str, dict[str, Any]] = {
@@ -40,6 +39,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:]]
+
+
 def made(out: Path, case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Make a checkpoint with Megatron Core; returns token ids and its logits."""
     words = [sys.executable, "-W", "ignore", "-m", "tests.train.foreign.make_megatron", str(out), json.dumps(case)]
@@ -50,7 +52,7 @@ def made(out: Path, case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, logits
 
 
-@pytest.mark.parametrize("case", tiers.first(0, CASES, rest="slow"))
+@pytest.mark.parametrize("case", [pytest.param(next(iter(CASES)), marks=pytest.mark.guard), *SLOW])
 def test_logits_are_those_of_megatron_core(tmp_path: Path, case: str) -> None:
     pytest.importorskip("megatron.core")
     ids, wanted = made(tmp_path, CASES[case])
