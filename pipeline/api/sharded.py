@@ -15,12 +15,13 @@ from pipeline.api.settings import invalid
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.parallel import ParallelConfig
+from pipeline.train.distributed.axes import AXES
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.rules.layout import check_evaluation_layout, evaluation_parallel
 from pipeline.train.start.setup import InferenceModel, load_for_inference
 
-_AXES = ("tp", "dp_shard", "dp_replicate")
+_CUTS = ("tp", "dp_shard", "dp_replicate")
 
 
 def load_sharded(config: Config, step: int | None, parallel: Mapping[str, int] | None) -> InferenceModel:
@@ -32,16 +33,16 @@ def load_sharded(config: Config, step: int | None, parallel: Mapping[str, int] |
     ranks = processes()
     wanted = evaluation_parallel(config, ranks.world_size)
     if parallel is not None:
-        if unknown := sorted(parallel.keys() - set(_AXES)):
-            raise UserError(f"parallel.{unknown[0]}: a model that is called is cut by {', '.join(_AXES)} alone")
+        if unknown := sorted(parallel.keys() - set(_CUTS)):
+            raise UserError(f"parallel.{unknown[0]}: a model that is called is cut by {', '.join(_CUTS)} alone")
         try:
             wanted = ParallelConfig.model_validate(dict(parallel))
         except ValidationError as error:
             raise invalid("parallel", error) from None
-    others = [name for name in ("pp", "cp", "ep") if getattr(wanted, name) > 1]
+    others = [axis.name for axis in AXES if axis.name not in _CUTS and getattr(wanted, axis.name) > 1]
     if others:
         raise UserError(
-            f"parallel.{others[0]}={getattr(wanted, others[0])}: a model that is called is cut by {', '.join(_AXES)} "
+            f"parallel.{others[0]}={getattr(wanted, others[0])}: a model that is called is cut by {', '.join(_CUTS)} "
             'alone; give another layout, such as load_model(path, parallel={"tp": 2}), or use `pipeline eval`'
         )
     # Rows of any length.

@@ -149,7 +149,7 @@ def score(
     # One more for what fills up batches.
     nats = torch.zeros(len(requests) + 1, dtype=torch.float64, device=engine.setup.device)
     misses = torch.zeros_like(nats)
-    counts = engine.setup.mesh.rank("tp") == 0  # the others have the same
+    counts = engine.setup.mesh.counts_losses
 
     def measure(logits: Tensor, batch: Batch) -> None:
         for asked in torch.split(batch.extras["asked"], _AT_ONCE):
@@ -205,7 +205,7 @@ def continue_greedily(
     new: list[list[int]] = [[] for _ in prompts]
     # Long ones first: what is in a batch together is of about the same length then.
     waiting = sorted(range(len(prompts)), key=lambda number: -len(prompts[number].tokens))
-    counts = engine.setup.mesh.rank("tp") == 0
+    counts = engine.setup.mesh.counts_losses
     with _evaluation_mode(engine):
         while waiting:
             active = next(_rounds(engine, waiting, batch_size))

@@ -18,6 +18,7 @@ from pipeline.common.run_files import RunFiles
 from pipeline.data.order.journal_file import read_journal
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.eval.report.gather import RunFacts
+from pipeline.train.distributed.axes import axis_names
 from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.monitor.phase_log import describe_run
@@ -163,8 +164,7 @@ def _layout(facts: RunFacts) -> dict[str, str]:
     layout = facts.tries[-1].layout if facts.tries else {}
     if layout:
         found["processes"] = count(layout.get("world_size", 1))
-        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        found |= {axis: count(layout[axis]) for axis in axes if axis in layout}
+        found |= {axis: count(layout[axis]) for axis in axis_names() if axis in layout}
     versions = facts.checkpoint.get("versions")
     for name, version in (versions if isinstance(versions, dict) else {}).items():
         if isinstance(version, dict):

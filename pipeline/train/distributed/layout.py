@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import lcm, prod
 
 from pipeline.common.errors import UserError
 from pipeline.config.parallel import ParallelConfig
+from pipeline.train.distributed.axes import AXES, EXPERT_PLACES, AxisName, axis_names
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first."""
+_RANK_AXES = axis_names()
+"""Axes that multiply the number of processes, in the order in which ranks are counted."""
+_DEALT = axis_names(lambda axis: axis.data == "samples")
+_SHARDED = axis_names(lambda axis: axis.weights == "shards")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees by axis, outermost first: the order in which ranks are counted."""
+    """Degrees by axis, in the order of `AXES`."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -26,13 +30,13 @@ class Layout:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Axis -> degree, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """Axis -> degree, outermost first; their product is the number of processes."""
+        return {axis: getattr(self, axis) for axis in _RANK_AXES}
 
     @property
     def settings(self) -> dict[str, int]:
-        """Key of the `parallel:` section -> degree: the axes, and ep."""
-        return {**self.degrees, "ep": self.ep}
+        """Key of the `parallel:` section -> degree, of all axes."""
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
     @property
     def world_size(self) -> int:
@@ -42,22 +46,39 @@ class Layout:
     @property
     def dp(self) -> int:
         """Processes that the samples of a step are dealt to."""
-        return self.dp_replicate * self.dp_shard
+        return self.product(_DEALT)
 
     @property
     def shards(self) -> int:
         """Processes that weights, gradients and optimizer states are sharded over; those of one sequence too."""
-        return self.dp_shard * self.cp
+        return self.product(_SHARDED)
 
     @property
     def places(self) -> int:
         """Processes that have other tokens of a model, or shards of its weights: those that experts are cut over."""
-        return self.dp_shard * self.cp * self.tp
+        return self.product(EXPERT_PLACES)
 
     @property
     def expert_shards(self) -> int:
         """Processes that the experts of a rank of ep are sharded over."""
         return self.places // self.ep
+
+    def product(self, axes: Iterable[AxisName]) -> int:
+        """Product of the degrees of some axes."""
+        return prod(getattr(self, axis) for axis in axes)
+
+    def stride(self, axis: AxisName) -> int:
+        """Difference between the numbers of two neighboring ranks of an axis; those of ep are consecutive."""
+        inner = _RANK_AXES[_RANK_AXES.index(axis) + 1 :] if axis in _RANK_AXES else ()
+        return self.product(inner)
+
+    def place(self, rank: int, axes: Iterable[AxisName]) -> int:
+        """Place of a rank along some axes, outermost first, as if they were one."""
+        place = 0
+        for axis in axes:
+            degree = getattr(self, axis)
+            place = place * degree + rank // self.stride(axis) % degree
+        return place
 
     def to_json(self) -> dict[str, int]:
         """For the records of a run: the degrees, and what follows from them."""
@@ -65,8 +86,13 @@ class Layout:
         return {**self.degrees, **of_experts, "dp": self.dp, "world_size": self.world_size}
 
     def __str__(self) -> str:
-        axes = " x ".join(f"{axis} {degree}" for axis, degree in self.degrees.items() if degree > 1) or "one process"
+        axes = degrees_text(self.degrees) or "one process"
         return f"{axes}, experts over ep {self.ep}" if self.ep > 1 else axes
+
+
+def degrees_text(degrees: Mapping[str, int]) -> str:
+    """Degrees above 1 in words: `dp_shard 4 x tp 2`."""
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1)
 
 
 def sequence_multiple(parallel: ParallelConfig, layout: Layout, *, experts: bool = False) -> int:
@@ -87,7 +113,7 @@ def sequence_pieces(parallel: ParallelConfig, layout: Layout) -> int:
 
 def fixed_processes(parallel: ParallelConfig) -> int:
     """Processes that the layout names; the axis that takes the rest counts as one."""
-    return prod(max(1, degree) for degree in _degrees(parallel).values())
+    return prod(max(1, degree) for degree in given_degrees(parallel).values())
 
 
 def resolve(
@@ -104,22 +130,22 @@ def resolve(
     Raises:
         UserError: the degrees do not multiply to it.
     """
-    degrees = _degrees(parallel)
+    degrees = given_degrees(parallel)
     fixed = fixed_processes(parallel)
     rest = [axis for axis, degree in degrees.items() if degree == -1]
-    named = " x ".join(f"{axis} {degree}" for axis, degree in degrees.items() if degree > 1) or "no axis above 1"
+    given = degrees_text(degrees) or "no axis above 1"
     if rest and world_size % fixed == 0:
         degrees[rest[0]] = world_size // fixed
     elif rest:
         below, above = world_size // fixed * fixed, -(-world_size // fixed) * fixed
         nearest = f"{below} or {above}" if below else f"{above}"
         raise UserError(
-            f"{section}: {named} needs a multiple of {fixed} processes, but there are {world_size}; set "
+            f"{section}: {given} needs a multiple of {fixed} processes, but there are {world_size}; set "
             f"{processes}={nearest}, or start that many, or change the degrees"
         )
     elif fixed != world_size:
         raise UserError(
-            f"{section}: {named} needs {fixed} processes, but there are {world_size}; set {processes}={fixed}, or "
+            f"{section}: {given} needs {fixed} processes, but there are {world_size}; set {processes}={fixed}, or "
             f"{section}.dp_shard=-1 to take all there are"
         )
     layout = Layout(**degrees, ep=parallel.ep)
@@ -127,20 +153,16 @@ def resolve(
         places = layout.places
         near = [ep for ep in range(1, places + 1) if places % ep == 0]
         raise UserError(
-            f"{section}.ep={layout.ep} does not divide the {places} processes of dp_shard x cp x tp: set {section}.ep="
+            f"{section}.ep={layout.ep} does not divide the {places} processes of {' x '.join(EXPERT_PLACES)}: set "
+            f"{section}.ep="
             f"{' or '.join(map(str, sorted(near, key=lambda ep: abs(ep - layout.ep))[:2]))}"
         )
     return layout
 
 
-def _degrees(parallel: ParallelConfig) -> dict[str, int]:
-    shard = parallel.dp_shard
-    if parallel.dp_replicate == -1 and shard == -1:  # dp_shard's -1 is the default, and the other one was asked for
-        shard = 1
-    return {
-        "pp": parallel.pp,
-        "dp_replicate": parallel.dp_replicate,
-        "dp_shard": shard,
-        "cp": parallel.cp,
-        "tp": parallel.tp,
-    }
+def given_degrees(parallel: ParallelConfig) -> dict[str, int]:
+    """Axis -> degree of a run file, of the axes that multiply the number of processes; -1 for the one with the rest."""
+    degrees: dict[str, int] = {axis: getattr(parallel, axis) for axis in _RANK_AXES}
+    if degrees["dp_replicate"] == degrees["dp_shard"] == -1:
+        degrees["dp_shard"] = 1  # its -1 is the default, and the other one was asked for
+    return degrees

@@ -16,6 +16,8 @@ from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of, validation_losses
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
 from pipeline.train.checkpoint.policy import best, is_permanent
+from pipeline.train.distributed.axes import axis_names
+from pipeline.train.distributed.layout import degrees_text
 from pipeline.train.export.folders import ExportFolders
 from pipeline.train.export.pending import pending_exports
 
@@ -100,8 +102,9 @@ def _row(
 
 def layout_text(layout: Mapping[str, Any]) -> str:
     """`tp 2 x dp 2`; `1 process`."""
-    axes = [f"{name} {layout[name]}" for name in ("pp", "cp", "tp", "dp") if layout.get(name, 1) > 1]
-    return " x ".join(axes) or "1 process"
+    # Samples are dealt to dp_replicate x dp_shard, which checkpoints record as one.
+    axes = (*axis_names(lambda axis: axis.data != "samples"), "dp")
+    return degrees_text({axis: layout.get(axis, 1) for axis in axes}) or "1 process"
 
 
 def list_lines(found: Sequence[Row]) -> Iterator[str]:

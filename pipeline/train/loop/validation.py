@@ -179,7 +179,7 @@ def heldout_loss(
         return make_context(whole, config.model.document_attention, criterion, cut=model.cut, predicted=batch.predicted)
 
     def measure(losses: TokenLosses, batch: Batch) -> None:
-        if setup.mesh.rank("tp") == 0:  # the others have the same sums
+        if setup.mesh.counts_losses:
             sums[0] += (losses.loss_BS * batch.weight).sum(dtype=torch.float64)
             sums[1] += batch.weight.sum(dtype=torch.float64)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipeline.train.distributed.axes import EXPERT_PLACES, AxisName, axis_names
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import COLLECTIVE_TIMEOUT
 from pipeline.train.torch_compat.core import set_timeout, unflatten_mesh
@@ -15,17 +16,24 @@ Role = Literal["pp", "tp", "cp", "params", "batch"]
 MeshRole = Literal["pp", "tp", "cp", "params", "experts", "ep"]
 
 _SHARDS = "shards"
-"""Axis of the mesh over which parameters are sharded: dp_shard and cp as one."""
+"""Dimension of the mesh over which parameters are sharded: dp_shard and cp as one."""
 EXPERT_SHARDS = "expert_shards"
-"""Axis over which the experts that a process has are sharded."""
-_AXES: dict[str, tuple[str, ...]] = {
-    "pp": ("pp",),
-    "tp": ("tp",),
-    # HSDP: sharded along the last axis, replicated along the one before.
-    "params": ("dp_replicate", _SHARDS),
-    "experts": ("dp_replicate", EXPERT_SHARDS),
-    "ep": ("ep",),
+"""Dimension over which the experts that a process has are sharded."""
+_SHARDED = axis_names(lambda axis: axis.weights == "shards")
+_COPIED = axis_names(lambda axis: axis.weights == "copies")
+_DIMENSIONS: dict[str, tuple[str, ...]] = {
+    # HSDP: `fully_shard` takes the last dimension of a mesh to shard over, and the one before to replicate over.
+    "params": (*_COPIED, _SHARDS),
+    "experts": (*_COPIED, EXPERT_SHARDS),
 }
+"""Role -> dimensions of a mesh; of the others one with their name."""
+_RANKS: dict[str, tuple[AxisName, ...]] = {
+    "batch": axis_names(lambda axis: axis.data == "samples"),
+    "params": axis_names(lambda axis: axis.weights in ("copies", "shards")),
+}
+"""Role -> axes; of the others one with their name."""
+_SAME_LOSSES = axis_names(lambda axis: axis.same_losses)
+_SAME_SAMPLES = axis_names(lambda axis: axis.data != "samples")
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Mesh:
     devices: DeviceMesh
     layout: Layout
     contexts: DeviceMesh | None
-    """The axis of the shards once more, as dp_shard and cp; None without cp."""
+    """The dimension of the shards once more, as dp_shard and cp; None without cp."""
     experts: DeviceMesh | None = None
     """All processes once more, where dp_shard, cp and tp are one axis, cut into that over which the weights of experts
     are sharded and ep; None for a model without experts."""
@@ -50,45 +58,35 @@ class Mesh:
         Those of `params`, and of `experts` for their parameters, have two axes where parameters are replicated too. The
         others exist only above degree 1.
         """
-        if role == "cp":
-            assert self.contexts is not None, "a cp axis of one process"
-            return self.contexts["cp"]
-        devices = self.devices if role not in ("experts", "ep") else self.experts
-        assert devices is not None, "a model without experts"
-        axes = tuple(axis for axis in _AXES[role] if axis in (devices.mesh_dim_names or ()))
-        return devices[axes if len(axes) > 1 else axes[0]]
+        devices = {"cp": self.contexts, "ep": self.experts, "experts": self.experts}.get(role, self.devices)
+        assert devices is not None, f"{role} over one process, or without experts"
+        dimensions = tuple(each for each in _DIMENSIONS.get(role, (role,)) if each in (devices.mesh_dim_names or ()))
+        return devices[dimensions if len(dimensions) > 1 else dimensions[0]]
 
     def size(self, role: Role) -> int:
         """Number of processes on the role's mesh; of `batch` those that the samples of a step are dealt to."""
-        layout = self.layout
-        sizes = {
-            "pp": layout.pp,
-            "tp": layout.tp,
-            "cp": layout.cp,
-            "batch": layout.dp,
-            "params": layout.dp * layout.cp,
-        }
-        return sizes[role]
+        return self.layout.product(_axes(role))
 
     def rank(self, role: Role) -> int:
         """This process's place along the role's axes."""
-        if role in ("cp", "batch"):
-            place, piece = divmod(self._coordinate(_SHARDS), self.layout.cp)
-            return piece if role == "cp" else self._coordinate("dp_replicate") * self.layout.dp_shard + place
-        rank = 0
-        for axis in self._axes(role):
-            rank = rank * self.devices.size(self._names.index(axis)) + self._coordinate(axis)
-        return rank
+        return self._place(_axes(role))
 
     @property
-    def _names(self) -> tuple[str, ...]:
-        return self.devices.mesh_dim_names or ()
+    def counts_losses(self) -> bool:
+        """True on one of the processes that compute the same losses: it adds them to sums over all processes."""
+        return self._place(_SAME_LOSSES) == 0
 
-    def _axes(self, role: Role) -> tuple[str, ...]:
-        return tuple(axis for axis in _AXES[role] if axis in self._names)
+    @property
+    def counts_samples(self) -> bool:
+        """True on one of the processes that have the same samples."""
+        return self._place(_SAME_SAMPLES) == 0
 
-    def _coordinate(self, axis: str) -> int:
-        return self.devices.get_local_rank(axis) if axis in self._names else 0
+    def _place(self, axes: tuple[AxisName, ...]) -> int:
+        return self.layout.place(self.devices.get_rank(), axes)
+
+
+def _axes(role: Role) -> tuple[AxisName, ...]:
+    return _RANKS.get(role) or (cast(AxisName, role),)
 
 
 def build_mesh(layout: Layout, device_type: str, *, experts: bool = False) -> Mesh:
@@ -99,23 +97,24 @@ def build_mesh(layout: Layout, device_type: str, *, experts: bool = False) -> Me
         device_type: Of the processes.
         experts: The model has some.
     """
-    degrees = {axis: degree for axis, degree in layout.degrees.items() if degree > 1 or axis == "dp_shard"}
-    cp = degrees.pop("cp", 1)
-    # Parameters are sharded over cp too: its ranks have the same parameters, and gradients of different tokens.
-    axes = {_SHARDS if axis == "dp_shard" else axis: degree for axis, degree in degrees.items()}
-    axes[_SHARDS] *= cp
+    axes: dict[str, int] = {}
+    for axis, degree in layout.degrees.items():
+        # Parameters are sharded over cp too: its ranks have the same parameters, and gradients of different tokens.
+        # Axes that shard them are next to each other in the table, so that they can be one dimension.
+        dimension = _SHARDS if axis in _SHARDED else axis
+        axes[dimension] = axes.get(dimension, 1) * degree
+    axes = {dimension: size for dimension, size in axes.items() if size > 1 or dimension == _SHARDS}
     devices = init_device_mesh(device_type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     contexts = None
-    if cp > 1:
-        contexts = unflatten_mesh(devices[_SHARDS], {"dp_shard": layout.dp_shard, "cp": cp})
+    if layout.cp > 1:
+        contexts = unflatten_mesh(devices[_SHARDS], {axis: layout.degrees[axis] for axis in _SHARDED})
         set_timeout(contexts, COLLECTIVE_TIMEOUT)
     set_timeout(devices, COLLECTIVE_TIMEOUT)
     return Mesh(devices, layout, contexts, _expert_mesh(layout, device_type) if experts else None)
 
 
 def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    outer = {"pp": layout.pp, "dp_replicate": layout.dp_replicate}
-    axes = {axis: degree for axis, degree in outer.items() if degree > 1}
+    axes = {axis: degree for axis, degree in layout.degrees.items() if degree > 1 and axis not in EXPERT_PLACES}
     axes[EXPERT_SHARDS] = layout.expert_shards
     if layout.ep > 1:
         axes["ep"] = layout.ep

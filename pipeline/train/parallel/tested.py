@@ -12,7 +12,8 @@ from typing import Any, get_args
 
 from pipeline.config.parallel import CpMethod, OverlapConfig, ParallelConfig, ScheduleName
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.distributed.layout import AXES, Layout
+from pipeline.train.distributed.axes import axis_names
+from pipeline.train.distributed.layout import Layout
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
 
 _ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)
@@ -55,8 +56,8 @@ class LayoutKind:
 
     def changes(self, to: LayoutKind) -> list[str]:
         """The settings that make another kind of this one."""
-        changes = [f"parallel.{axis}=1" for axis in AXES if axis in self.axes - to.axes]
-        changes += [f"parallel.{axis} above 1" for axis in AXES if axis in to.axes - self.axes]
+        changes = [f"parallel.{axis}=1" for axis in axis_names() if axis in self.axes - to.axes]
+        changes += [f"parallel.{axis} above 1" for axis in axis_names() if axis in to.axes - self.axes]
         for key, now, then in (
             ("sequence_parallel", self.sequence_parallel, to.sequence_parallel),
             ("pipeline.schedule", self.schedule, to.schedule),

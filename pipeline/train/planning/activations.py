@@ -22,6 +22,7 @@ from pipeline.config import Config
 from pipeline.config.parallel import PipelineConfig
 from pipeline.config.train import TrainConfig
 from pipeline.data.loading.batch import Batch
+from pipeline.train.distributed.axes import AXES
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.loop.step import Stepper
 from pipeline.train.model.config import DecoderSpec
@@ -46,6 +47,7 @@ from pipeline.train.torch_compat.core import local_shard
 _PIPELINES: Mapping[Ends, tuple[int, int]] = {"whole": (1, 0), "first": (2, 0), "middle": (3, 1), "last": (2, 1)}
 """The shortest pipeline that has such a stage, and the rank of it."""
 _CPU = torch.device("cpu")
+_SLICED = tuple(axis.name for axis in AXES if axis.weights == "slices")
 
 
 def measure(
@@ -286,7 +288,7 @@ def _whole_numel(parameter: Tensor) -> int:
     names = parameter.device_mesh.mesh_dim_names or ()
     cut = 1
     for name, placement, size in zip(names, parameter.placements, parameter.device_mesh.shape, strict=True):
-        if name in ("tp", "ep") and not placement.is_replicate():
+        if name in _SLICED and not placement.is_replicate():
             cut *= size
     return parameter.numel() // cut
 

@@ -29,6 +29,7 @@ from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape, run_stream
 from pipeline.train.parallel.tested import LayoutKind
 from pipeline.train.planning.timing import step_time
+from pipeline.train.planning.traffic import IN_LAYERS
 
 _SLACK = 0.99
 """Some numbers that tp sends in each micro-batch are sent once a step in a pipeline."""
@@ -134,7 +135,7 @@ def micro_batch(config: Config, layout: Layout, spec: DecoderSpec, shape: StepSh
 
     def seconds(some: DecoderSpec) -> float:
         found = step_time(config, alone, some, one, device, [0]).seconds
-        sent = sum(found.communication.get(axis, 0.0) for axis in ("tp", "cp", "ep"))
+        sent = sum(found.communication.get(axis, 0.0) for axis in IN_LAYERS)
         return found.products + found.attention + found.recompute + found.elementwise + sent
 
     def of_equal(kind: LayerSpec) -> MicroBatch:

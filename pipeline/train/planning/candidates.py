@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
+from pipeline.train.distributed.axes import axis_names
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.model.config import DecoderSpec
 from pipeline.train.parallel.step_shapes import run_stream, step_shapes
@@ -133,7 +134,7 @@ def _parallel(config: Config, layout: Layout, cut: bool) -> Iterator[Overrides]:
     """All values of the `parallel:` section for a layout."""
     base: Overrides = {f"parallel.{key}": degree for key, degree in layout.settings.items()}
     given = config.parallel
-    for axis in ("dp_replicate", "dp_shard"):
+    for axis in axis_names(lambda axis: axis.takes_rest):
         if getattr(given, axis) == -1:  # what the other axes leave: that is this degree
             base[f"parallel.{axis}"] = -1
             break

@@ -27,7 +27,7 @@ from pipeline.train.planning.timing import (
     recompute_flops_per_token,
     step_time,
 )
-from pipeline.train.planning.traffic import Axis, bytes_by_axis
+from pipeline.train.planning.traffic import Dimension, bytes_by_axis
 from pipeline.train.rules.layout import check_layout, layout_warnings
 from pipeline.train.rules.layout_check import PlannedModel, planned_model, planned_spec
 
@@ -49,7 +49,7 @@ class PhasePlan:
     """FLOPs that backward computes again, which no model FLOPs count; attention counted half."""
     bubble: float
     """Share of the pipeline's time in which ranks wait, 0 to 1; 0 without a pipeline."""
-    traffic: Mapping[Axis, int]
+    traffic: Mapping[Dimension, int]
     """Bytes that a rank sends in a step, by axis; of the pp rank that sends the most."""
     seconds: StepSeconds
     """Time of a step, by part."""

@@ -38,7 +38,15 @@ from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.pipeline_schedules import play
 from pipeline.train.parallel.pipeline_stages import Stage, split_stages
 from pipeline.train.parallel.step_shapes import StepShape, run_stream
-from pipeline.train.planning.traffic import AXES, Axis, Phase, Transfer, is_recomputed, stage_traffic
+from pipeline.train.planning.traffic import (
+    DIMENSIONS,
+    EXPOSED,
+    Dimension,
+    Phase,
+    Transfer,
+    is_recomputed,
+    stage_traffic,
+)
 
 LINK_SHARE = 0.7
 """Share of the stated bandwidth of links and network that collectives reach."""
@@ -131,7 +139,7 @@ class StepSeconds:
     """All that backward computes again."""
     elementwise: float
     """Everything that reads and writes more than it computes: norms, activations, the loss."""
-    communication: Mapping[Axis, float]
+    communication: Mapping[Dimension, float]
     """By axis, what computing waits for."""
     bubble: float
     """Waiting in the pipeline, for stages that take longer, too."""
@@ -183,7 +191,7 @@ def step_time(
     share = micro / layout.pp
     busy = share * sum(work.total for work in works)
     by_rank: list[list[Transfer]] = [[] for _ in range(layout.pp)]
-    exposed: list[dict[Axis, float]] = []
+    exposed: list[dict[Dimension, float]] = []
     for stage, transfers in zip(stages, sent, strict=True):
         by_rank[stage.rank] += transfers
     for rank, transfers in enumerate(by_rank):
@@ -191,7 +199,7 @@ def step_time(
         exposed.append(_exposed(transfers, mine, layout, device, micro, reduction(config.parallel, layout)))
     communication = {
         axis: share * sum(work.waiting.get(axis, 0.0) for work in works)
-        for axis in AXES
+        for axis in DIMENSIONS
         if any(axis in work.waiting for work in works)
     }
     for axis, seconds in max(exposed, key=lambda each: sum(each.values())).items():
@@ -247,7 +255,7 @@ class _Work:
     attention: float
     recompute: float
     elementwise: float
-    waiting: dict[Axis, float]
+    waiting: dict[Dimension, float]
     forward: float
     """Seconds of all these in the forward pass."""
 
@@ -305,10 +313,10 @@ def _stage_work(
         # Whole on each rank of tp, which has some of the positions, or all of them.
         alone = 1 if config.parallel.sequence_parallel else layout.tp
         products += rates.products(alone * sum(map(input_flops, spec.mtp)))
-    waiting: dict[Axis, float] = {}
+    waiting: dict[Dimension, float] = {}
     early = 0.0
     for each in transfers:
-        if each.axis in ("tp", "cp", "ep", "pp") and each.phase != "update":
+        if each.axis in EXPOSED and each.phase != "update":
             seconds = transfer_seconds(each, layout, device) / shape.micro_batches
             waiting[each.axis] = waiting.get(each.axis, 0.0) + seconds
             early += seconds if each.phase == "forward" else 0.0
@@ -408,7 +416,7 @@ def _again(recompute: RecomputeConfig, layer: LayerSpec, length: Length, *, caus
 
 def _exposed(
     transfers: Sequence[Transfer], works: Sequence[_Work], layout: Layout, device: Device, micro: int, when: Reduction
-) -> dict[Axis, float]:
+) -> dict[Dimension, float]:
     """Seconds of a step in which a rank waits for weights and gradients.
 
     Those of experts, which have a mesh of their own, count with the others. They go beside the computation of other
@@ -418,9 +426,9 @@ def _exposed(
     forward = micro * sum(work.forward for work in works)
     backward = micro * sum(work.total for work in works) - forward
     last = 0.0 if when == "after" else backward / micro
-    found: dict[Axis, float] = {}
-    shards: tuple[Axis, ...] = ("dp_shard", "expert_shards")
-    groups: tuple[tuple[tuple[Axis, ...], Phase, float], ...] = (
+    found: dict[Dimension, float] = {}
+    shards: tuple[Dimension, ...] = ("dp_shard", "expert_shards")
+    groups: tuple[tuple[tuple[Dimension, ...], Phase, float], ...] = (
         (shards, "forward", forward),
         (shards, "backward", backward),
         (shards, "update", last),
@@ -456,10 +464,10 @@ def stated_bandwidth(transfer: Transfer, layout: Layout, device: Device) -> floa
     Within a node that of its links. Between nodes, the ranks of a group that are in one node share their adapters: the
     rings go in parallel, each through another one. What is exchanged goes through the rank's own.
     """
-    strides: dict[Axis, int] = {"tp": 1, "cp": layout.tp, "dp_shard": layout.tp, "ep": 1, "expert_shards": layout.ep}
-    strides["dp_replicate"] = layout.tp * layout.cp * layout.dp_shard
-    strides["pp"] = strides["dp_replicate"] * layout.dp_replicate
-    stride = strides[transfer.axis]
+    if transfer.axis == "expert_shards":
+        stride = layout.ep
+    else:  # shards of weights are over cp, too, whose ranks are nearer
+        stride = layout.stride("cp" if transfer.axis == "dp_shard" else transfer.axis)
     if stride * transfer.ranks <= device.node_devices:
         return device.link_bandwidth
     if transfer.operation in ("send", "all_to_all"):

@@ -16,6 +16,7 @@ from typing import Literal
 from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.config.train import RecomputeConfig
+from pipeline.train.distributed.axes import AXES, AxisName, Traffic
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import gathered_in_fp8
 from pipeline.train.model.config import DecoderSpec
@@ -28,11 +29,29 @@ from pipeline.train.parallel.pipeline_stages import Stage, tied_tables
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
 
-Axis = Literal["tp", "cp", "ep", "pp", "dp_shard", "expert_shards", "dp_replicate"]
-AXES: tuple[Axis, ...] = ("tp", "cp", "ep", "pp", "dp_shard", "expert_shards", "dp_replicate")
+Dimension = Literal[AxisName, "expert_shards"]
+"""What a transfer goes along: `dp_shard` is over dp_shard x cp, `expert_shards` over dp_shard x cp x tp / ep."""
 Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 Phase = Literal["forward", "backward", "again", "update"]
 """`again`: forward passes that backward repeats. `update`: once a step, in the last backward pass or after it."""
+
+
+def _communicating(when: Traffic) -> tuple[AxisName, ...]:
+    """Axes that communicate then, innermost first; those within others come last."""
+    found = [axis for axis in reversed(AXES) if axis.traffic == when]
+    return tuple(axis.name for axis in sorted(found, key=lambda axis: len(axis.within)))
+
+
+IN_LAYERS: tuple[Dimension, ...] = _communicating("in_layers")
+EXPOSED: tuple[Dimension, ...] = (*IN_LAYERS, *_communicating("between_stages"))
+"""Computing waits for what they send in passes."""
+DIMENSIONS: tuple[Dimension, ...] = (
+    *EXPOSED,
+    "dp_shard",
+    "expert_shards",
+    *(axis for axis in _communicating("beside_layers") if axis != "dp_shard"),
+)
+"""All, in the order of tables."""
 
 ACTIVE_STAGES = 3
 """A rank with several stages keeps the weights of those whole that its next actions need, at most this number."""
@@ -43,8 +62,7 @@ _FP32, _INT64 = 4, 8
 class Transfer:
     """Equal operations of one rank in a step."""
 
-    axis: Axis
-    """`dp_shard` is over dp_shard x cp, `expert_shards` over dp_shard x cp x tp / ep."""
+    axis: Dimension
     operation: Operation
     what: str
     phase: Phase
@@ -82,12 +100,12 @@ def stage_traffic(
     return [[each for each in counter.all() if each.calls and each.bytes and each.ranks > 1] for counter in counters]
 
 
-def bytes_by_axis(transfers: Iterable[Transfer]) -> dict[Axis, int]:
+def bytes_by_axis(transfers: Iterable[Transfer]) -> dict[Dimension, int]:
     """Bytes sent, for each axis that sends any."""
-    sums: dict[Axis, float] = {}
+    sums: dict[Dimension, float] = {}
     for transfer in transfers:
         sums[transfer.axis] = sums.get(transfer.axis, 0) + transfer.sent
-    return {axis: round(sums[axis]) for axis in AXES if axis in sums}
+    return {axis: round(sums[axis]) for axis in DIMENSIONS if axis in sums}
 
 
 def is_recomputed(recompute: RecomputeConfig, layer: int) -> bool:

@@ -14,6 +14,7 @@ from pipeline.config import Config
 from pipeline.config.blend import BlendConfig
 from pipeline.config.parallel import ParallelConfig, PipelineConfig
 from pipeline.data.order.phases import MUCH_PADDING, padding_warning
+from pipeline.train.distributed.axes import axis_names
 from pipeline.train.distributed.layout import Layout, resolve
 from pipeline.train.model.part_spec import Division
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, WHOLE_BACKWARD
@@ -246,22 +247,19 @@ def _tested(config: Config, layout: Layout) -> Iterator[str]:
 
 def describe(kind: LayoutKind) -> str:
     """A kind in words: `pp with 1f1b, dp_shard, tp without sequence_parallel`."""
-    words = []
-    if "pp" in kind.axes:
-        words.append(f"pp with {kind.schedule}")
-    if "dp_replicate" in kind.axes:
-        words.append("dp_replicate")
-    if "dp_shard" in kind.axes:
-        words.append("dp_shard")
+    words: dict[str, str] = {axis: axis for axis in axis_names() if axis in kind.axes}
+    if kind.schedule is not None:
+        words["pp"] += f" with {kind.schedule}"
     if kind.cp_method is not None:
-        words.append(f"cp by {kind.cp_method}")
+        words["cp"] += f" by {kind.cp_method}"
     if kind.reshard is not None:
-        words[-1] += (" with" if kind.reshard else " without") + " resharding"
-    if "tp" in kind.axes:
-        words.append("tp" + (" with" if kind.sequence_parallel else " without") + " sequence_parallel")
+        sharded = [axis for axis in axis_names(lambda axis: axis.weights == "shards") if axis in words]
+        words[sharded[-1]] += (" with" if kind.reshard else " without") + " resharding"
+    if kind.sequence_parallel is not None:
+        words["tp"] += (" with" if kind.sequence_parallel else " without") + " sequence_parallel"
     if kind.ep:
-        words.append("ep")
-    return ", ".join(words) or "one process"
+        words["ep"] = "ep"
+    return ", ".join(words.values()) or "one process"
 
 
 RULES: Sequence[Rule] = (

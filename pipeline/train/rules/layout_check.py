@@ -12,6 +12,7 @@ from pipeline.common.format import counted, first_and_last, gib, percent, spans
 from pipeline.config import Config
 from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.distributed.axes import AXES
 from pipeline.train.distributed.layout import Layout, fixed_processes
 from pipeline.train.fp8.matrices import fp8_lines
 from pipeline.train.model.config import DecoderSpec, decoder_spec
@@ -144,13 +145,6 @@ def _vocabulary(config: Config) -> tuple[int, str]:
 
 MOST_SHAPES = 8
 """Shapes of steps that are all shown; a batch ramp has many."""
-_AXES = {
-    "pp": "layers are cut into stages",
-    "dp_replicate": "weights are copied",
-    "dp_shard": "weights, gradients and optimizer states are sharded",
-    "cp": "sequences are cut",
-    "tp": "matrices are cut",
-}
 
 
 def layout_lines(config: Config, layout: Layout) -> Iterable[str]:
@@ -159,13 +153,10 @@ def layout_lines(config: Config, layout: Layout) -> Iterable[str]:
     yield (
         f"layout: {layout} = {layout.world_size:,} processes ({kind})" if layout.world_size > 1 else f"layout: {layout}"
     )
-    stride = layout.world_size
-    for axis, degree in layout.degrees.items():
-        stride //= degree
-        if degree > 1:
-            yield f"  {axis:<12} {degree:>5}  {_AXES[axis]} over ranks {_ranks(degree, stride, layout.world_size)}"
-    if layout.ep > 1:
-        yield f"  {'ep':<12} {layout.ep:>5}  experts are dealt to ranks {_ranks(layout.ep, 1, layout.world_size)}"
+    for axis in AXES:
+        if (degree := layout.settings[axis.name]) > 1:
+            ranks = _ranks(degree, layout.stride(axis.name), layout.world_size)
+            yield f"  {axis.name:<12} {degree:>5}  {axis.effect} ranks {ranks}"
 
 
 def _ranks(degree: int, stride: int, world_size: int) -> str:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.load import load
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.distributed.layout import AXES
+from pipeline.train.distributed.axes import axis_names
 from pipeline.train.loop import trainer
 from pipeline.train.model.init import local_range
 from pipeline.train.optim.gradients import Gradients
@@ -437,7 +437,7 @@ def compare_chain(
     for run, parts in zip(runs, (straight, chain), strict=True):
         for end, degrees in parts:
             values = [f"run.dir={run}", f"parallel={orjson.dumps(degrees).decode()}", f"train.duration={end} steps"]
-            world_size = math.prod(degree for key, degree in degrees.items() if key in AXES)
+            world_size = math.prod(degree for key, degree in degrees.items() if key in axis_names())
             processes(world_size).call(train, root / f"{family}.yaml", [*common, *values])
     return differences(runs[1], runs[0])
 
