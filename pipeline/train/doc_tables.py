@@ -113,7 +113,7 @@ def _tensors_of(names: Names) -> str:
     if names.mtp:
         layers += names.of_depth("{n}", "{d}", names.layers[0])
     unlike = {(rule.theirs, rule.ours): rule for rule in layers}  # kinds of layers share parts
-    rows = ((f"`{rule.theirs}`", ours(rule)) for rule in (*names.before, *unlike.values(), *names.behind))
+    rows = ((f"`{rule.theirs}`", ours(rule)) for rule in (*names.before, *unlike.values(), *names.after))
     return table(("there", "here"), rows)
 
 

@@ -72,6 +72,7 @@ def write(folder: Path, state: State, group: dist.ProcessGroup | None = None) ->
     writer = HashingWriter(folder, on_host=all(value.is_cpu for value in values if isinstance(value, Tensor)))
     try:
         with _without_crc32():
+            # DCP sends plans between ranks as Python objects, which over NCCL would go through the memory of GPUs.
             save(state, storage_writer=writer, process_group=group or cpu_group())
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
         raise first_cause(failure) from failure

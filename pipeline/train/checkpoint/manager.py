@@ -271,6 +271,8 @@ class Checkpoints:
         """
         self.folder.mkdir(exist_ok=True)
         refuse_link_of_others(self.folder)
+        # Never the folder of another save: DCP writes its files in place, and a process that is killed meanwhile leaves
+        # old ones beside new ones, which load without an error.
         tmp = self.folder / f"step-{step:08d}.{attempt}{storage.TEMPORARY_SUFFIX}"
         if tmp.exists():  # of this attempt's own, where a save failed and its files could not be removed
             links.remove_tree(tmp)

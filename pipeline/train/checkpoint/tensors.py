@@ -147,5 +147,5 @@ def groups(tensors: Mapping[str, Stored], max_bytes: float | None = None) -> Ite
 
 
 def _natural(key: str) -> list[tuple[bool, int, str]]:
-    """Sorts `layers.10` behind `layers.9`."""
+    """Sorts `layers.10` after `layers.9`."""
     return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split(r"[._]", key)]

@@ -79,6 +79,7 @@ def init_process_group(processes: Processes, device: torch.device, limits: TimeL
         MachineError: the port is taken, rank 0 cannot be reached, or some rank does not come in time.
     """
     if device.type == "cuda":
+        # Before the group: NCCL takes the current device, which is the first GPU in every process until it is set.
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if dist.is_initialized():
@@ -107,6 +108,7 @@ def init_process_group(processes: Processes, device: torch.device, limits: TimeL
         ) from error
     _Joined.background_group = None  # one of an earlier group is gone with it
     _Joined.store, _Joined.backend = store, backend
+    # A collective: every rank makes each group, in the same order.
     _Joined.cpu_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT) if device.type == "cuda" else None
 
 

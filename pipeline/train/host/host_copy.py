@@ -19,7 +19,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a few small tensors, issued behind what the device has been given so far.
+    """A copy of a few small tensors, issued after what the device has been given so far.
 
     `Tensor.item` and `Tensor.tolist` wait for all that the device has been given, also for what came after the tensor
     was computed. This waits for the copy alone. All tensors go as one vector of fp64, which holds the numbers that a

@@ -47,7 +47,7 @@ class MeasuredShares:
     date: str
     """UTC, ISO 8601."""
     commit: str | None
-    """Commit of the source that measured; `+` behind it: with changes."""
+    """Commit of the source that measured; `+` after it: with changes."""
     torch: str
     """Its version."""
     shares: Shares

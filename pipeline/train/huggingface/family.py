@@ -87,7 +87,7 @@ class Family:
     copies: Mapping[str, str] = field(default_factory=dict)
     """Tensors that files may have a second time -> the one that is read, which must be the same."""
     extra_layers: bool = False
-    """Files may have layers behind the last one, for tokens further ahead, which are left out."""
+    """Files may have layers after the last one, for tokens further ahead, which are left out."""
     extra: str | None = None
     """The same where the names of their tensors begin with this."""
     renamed: Mapping[str, str] = field(default_factory=dict)

@@ -113,7 +113,7 @@ class HuggingFaceFolder:
 
     @property
     def left_out(self) -> list[str]:
-        """Tensors of layers behind the last one, which transformers leaves out, too."""
+        """Tensors of layers after the last one, which transformers leaves out, too."""
         return extra_layers(self.family, self.mapping, self._found.tensors)
 
     def _has_mtp(self, layers: int) -> bool:

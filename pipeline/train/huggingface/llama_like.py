@@ -21,7 +21,7 @@ LLAMA_NAMES = Names(
     layer="model.layers.{i}.",
     before=(TensorRule("model.embed_tokens.weight", ("embedding.weight",)),),
     norms={"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
-    behind=(TensorRule("model.norm.weight", ("norm.weight",)), HEAD_RULE),
+    after=(TensorRule("model.norm.weight", ("norm.weight",)), HEAD_RULE),
 )
 """`dataclasses.replace` makes those of a family with other norms or fused matrices."""
 

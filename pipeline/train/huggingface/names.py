@@ -65,10 +65,10 @@ class Names:
     """Norms of a layer: their names -> our modules within the layer, `mixer_norm` and `mlp_norm` for those before a
     part, `..._out_norm` for those on its output and `..._sum_norm` for those on the sum. Several where a layer has one
     of them."""
-    behind: tuple[TensorRule, ...]
+    after: tuple[TensorRule, ...]
     """Tensors of norm and head."""
     mtp: bool = False
-    """Layers of multi-token prediction are behind those of the model, with its embedding and head again, see
+    """Layers of multi-token prediction are after those of the model, with its embedding and head again, see
     `of_depth`."""
     norm_bias: bool = False
     transposed: bool = False
@@ -81,12 +81,12 @@ class Names:
     sides: Mapping[Side, Names] = field(default_factory=dict)
     """For encoder-decoders: their names of the layers of each side, numbered from 0 on both sides."""
     encoder_norm: str | None = None
-    """The norm behind the encoder's last layer."""
+    """The norm after the encoder's last layer."""
 
     @property
     def head(self) -> str:
         """Their name of the head's weight."""
-        return next(rule.theirs for rule in self.behind if rule.ours == HEAD_RULE.ours)
+        return next(rule.theirs for rule in self.after if rule.ours == HEAD_RULE.ours)
 
     def rules(
         self,
@@ -107,11 +107,11 @@ class Names:
             UserError: A kind of mixer or mlp has no names of this style.
         """
         if encoder:
-            return [*self.before, *self._of_sides(layers, encoder), *self.behind]
+            return [*self.before, *self._of_sides(layers, encoder), *self.after]
         found = [rule for index, parts in enumerate(layers) for rule in self.of_layer(str(index), parts)]
         for depth, parts in enumerate(mtp):
             found += self.of_depth(str(len(layers) + depth), str(depth), parts, head)
-        return [*self.before, *found, *self.behind]
+        return [*self.before, *found, *self.after]
 
     def _of_sides(self, layers: Sequence[Mapping[str, LayerPartSpec]], encoder: int) -> list[TensorRule]:
         """Rules of the layers of an encoder-decoder."""
@@ -147,7 +147,7 @@ class Names:
         """Rules of a layer of multi-token prediction, see `rules`.
 
         Args:
-            index: its number there, behind the layers of the model.
+            index: its number there, after the layers of the model.
             depth: its number here.
             parts: of its layer.
             head: our parameter with the weight of the head.

@@ -16,7 +16,7 @@ def write_pooled(folder: Path, dim: int, positions: int) -> None:
     Args:
         folder: With the files for transformers.
         dim: Size of a vector.
-        positions: Tokens of a text at most; what is behind them is cut off.
+        positions: Tokens of a text at most; what is after them is cut off.
     """
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{name}"}

@@ -2,7 +2,7 @@
 
 Their order decides two things. On export the first that computes a model wins, so a family whose layers are those of an
 earlier one under other names is read only. And of families that fit a model equally badly the last is named, so that
-special ones stand behind general ones.
+special ones stand after general ones.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class TensorSlice:
 
         Args:
             rows: of ours; of experts, which ones.
-            others: the dimensions behind.
+            others: the dimensions after it.
         """
         if self.experts is None:
             piece = self.cut(rows, *others)
@@ -296,8 +296,8 @@ def names_in_files(
         names[name] = actual
     taken = set(names.values())
     rest = [name for name in found if name not in taken and not _is_ignored(family, name)]
-    behind = set(extra_layers(family, mapping, rest))
-    rest = [name for name in rest if name not in behind]
+    further = set(extra_layers(family, mapping, rest))
+    rest = [name for name in rest if name not in further]
     if family.names.head not in mapping.theirs:
         rest = [name for name in rest if name != family.names.head]  # a copy of the embedding
     if rest:

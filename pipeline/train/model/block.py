@@ -139,7 +139,7 @@ class Block(nn.Module):
         return self._add(x_BSD, "mlp", out_BSD, context.dropout), attended, routed
 
     def _first_piece(self, x_BSD: Tensor, context: LayerContext) -> tuple[tuple[Tensor, Tensor], list[Attended]]:
-        """The stream behind the mixer, and the input of the mlp."""
+        """The stream after the mixer, and the input of the mlp."""
         attended: list[Attended] = []
         if self.spec.mixer is not None:
             of_mixer_BSD = self._mixed(self._input(x_BSD, "mixer"), context, attended)
@@ -198,7 +198,7 @@ class Block(nn.Module):
         return self.get_submodule(name)(x_BSD) if name in self.spec.norms else x_BSD
 
     def _add(self, x_BSD: Tensor, place: str, out_BSD: Tensor, dropout: PlacedDropout | None) -> Tensor:
-        """The stream and what a part made of it, with the norms behind the part."""
+        """The stream and what a part made of it, with the norms after the part."""
         norms, module = self.spec.norms, self.get_submodule
         if f"{place}_out_norm" in norms:
             out_BSD = module(f"{place}_out_norm")(out_BSD)

@@ -38,7 +38,7 @@ class DecoderSpec:
     """Embedding, layers, norm, head.
 
     Attributes:
-        norm: Kind of the norms of the layers, behind the last one, and of those below if they are there.
+        norm: Kind of the norms of the layers, after the last one, and of those below if they are there.
         vocab_size: Tokens that exist.
         vocab_padded: Rows of embedding and head; logits from `vocab_size` on are -inf.
         learned_positions: Rows of the learned position embedding; set exactly if positions are learned.
@@ -49,7 +49,7 @@ class DecoderSpec:
         mtp: By depth, what predicts tokens after the next one.
         token_types: Rows of the embedding of types, of which the first is added to all tokens; None: there is none.
         embedding_norm: The sum of the embeddings has a norm.
-        final_norm: There is a norm behind the last layer.
+        final_norm: There is a norm after the last layer.
         head_transform: Activation between a matrix and a norm before the head; None: they are not there.
         head_transform_bias: The matrix has a bias.
         head_bias: The logits have a bias.
@@ -81,7 +81,7 @@ class DecoderSpec:
 
     @property
     def last_norm_sizes(self) -> list[int]:
-        """Sizes of the parameters of the norm behind the last layer."""
+        """Sizes of the parameters of the norm after the last layer."""
         return self._norm_sizes * self.final_norm
 
     @property
@@ -126,12 +126,12 @@ class DecoderSpec:
 
     @property
     def blocks(self) -> list[LayerSpec]:
-        """Layers, and behind them the blocks of multi-token prediction."""
+        """Layers, and after them the blocks of multi-token prediction."""
         return [*self.layers, *(each.layer for each in self.mtp)]
 
     @property
     def expert_layers(self) -> dict[int, ExpertsSpec]:
-        """Index -> mixture of experts, of the layers that have one; multi-token prediction comes behind the model's."""
+        """Index -> mixture of experts, of the layers that have one; multi-token prediction comes after the model's."""
         return {index: layer.mlp for index, layer in enumerate(self.blocks) if isinstance(layer.mlp, ExpertsSpec)}
 
     @property

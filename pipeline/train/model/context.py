@@ -28,7 +28,7 @@ class ActivationObserver(Protocol):
         """Queries and keys as they are multiplied, which keys a query sees, and the factor on the products."""
 
     def output(self, block: nn.Module, x_BSD: Tensor) -> None:
-        """The residual stream behind a block; of an encoder-decoder the positions of the block's side."""
+        """The residual stream after a block; of an encoder-decoder the positions of the block's side."""
 
 
 RoutingObserver = Callable[[int, Routed], None]

@@ -57,7 +57,7 @@ class ModelPart:
         return cls(range(len(spec.layers)), first=True, last=True)
 
     def blocks(self, spec: DecoderSpec) -> list[tuple[int, LayerSpec]]:
-        """Index and spec of each block; those of multi-token prediction are numbered on behind the layers."""
+        """Index and spec of each block; those of multi-token prediction are numbered on after the layers."""
         blocks = [(index, spec.layers[index]) for index in self.layers]
         return [*blocks, *enumerate((each.layer for each in spec.mtp), len(spec.layers))] if self.last else blocks
 

@@ -47,6 +47,7 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
     for buffer in model.buffers():
         buffer.zero_()
     for name, parameter in model.named_parameters():
+        # Not by `normal_` of a DTensor: under `fully_shard` ranks would draw the same numbers for different shards.
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         stack = stack_of(name, spec)
         if vector := _vector(name, spec):

@@ -63,7 +63,7 @@ Logits = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 def criterion_loss(
     head: Logits, x_BSD: Tensor, weight_VD: Tensor, criterion: Criterion, bias_V: Tensor | None = None
 ) -> TokenLosses:
-    """The loss of a micro-batch, from the residual stream behind the last norm.
+    """The loss of a micro-batch, from the residual stream after the last norm.
 
     In chunks, the logits of one chunk live at a time: its gradients with respect to stream and weight are computed in
     the forward pass already, where the factor of each token is known, and backward only scales them. No matrix product

@@ -1,8 +1,8 @@
 """Multi-token prediction (DeepSeek-AI 2024, DeepSeek-V3, section 2.2): layers that predict tokens after the next one.
 
 Depth d = 1, 2, ... predicts the token d + 1 places ahead of a position. It reads the embedding of the token d places
-ahead and the stream of the depth before it, of the model behind its last norm for the first one, and gives its own
-behind a norm; embedding and head are the model's. So does `MtpModel` of transformers 5. A position that is within its
+ahead and the stream of the depth before it, of the model after its last norm for the first one, and gives its own
+after a norm; embedding and head are the model's. So does `MtpModel` of transformers 5. A position that is within its
 document sees what the same one sees in the model, and tokens ahead of it in the input alone.
 
 Shapes: B batch, S positions, N depths, D width.
@@ -32,7 +32,7 @@ class MtpLayer(nn.Module):
 
     Args:
         spec: Its parts.
-        index: Of its block: these are numbered on behind the model's layers.
+        index: Of its block: these are numbered on after the model's layers.
     """
 
     def __init__(self, spec: MtpSpec, index: int) -> None:
@@ -45,11 +45,11 @@ class MtpLayer(nn.Module):
         self.norm = build_norm(spec.norm, spec.dim)
 
     def forward(self, embedded_BSD: Tensor, stream_BSD: Tensor, context: LayerContext) -> Tensor:
-        """[B, S, D] each -> the stream [B, S, D] behind a norm.
+        """[B, S, D] each -> the stream [B, S, D] after a norm.
 
         Args:
             embedded_BSD: Embeddings of the tokens ahead.
-            stream_BSD: Of the depth before, or of the model, behind a norm.
+            stream_BSD: Of the depth before, or of the model, after a norm.
             context: Of the block.
         """
         of_embedding, of_stream = (self.get_submodule(f"of_{name}") for name in ("embedding", "stream"))
@@ -72,7 +72,7 @@ def losses_of_all(
 
     Args:
         head: Gives the losses of a criterion from a stream and the weight.
-        streams_BSD: Of the model and of each depth, behind their norms.
+        streams_BSD: Of the model and of each depth, after their norms.
         weight: Of the head.
         criterion: Of the next token.
         ahead: Targets and weights of the depths.
@@ -89,7 +89,7 @@ def joined(*tensors: Tensor) -> list[Tensor]:
     """Tensors whose gradients are passed on when those of all are there.
 
     A schedule that splits backward passes begins the gradient of a parameter where its paths meet those of the stage's
-    input. The embedding would meet them in each depth, one behind the other, and torch would go through all between
+    input. The embedding would meet them in each depth, one after the other, and torch would go through all between
     again. Joined with the input, all of its uses meet it in one place.
     """
     return list(cast(tuple[Tensor, ...], _Joined.apply(*tensors)))  # type: ignore[no-untyped-call]

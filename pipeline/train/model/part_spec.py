@@ -102,7 +102,7 @@ class Reach:
     back: int | None = None
     """Positions before the query; None: all."""
     ahead: int | None = 0
-    """Positions behind it; 0: causal; None: all."""
+    """Positions after it; 0: causal; None: all."""
 
     @classmethod
     def window(cls, size: int | None, *, both: bool = False) -> Reach:
@@ -118,11 +118,11 @@ class Reach:
 
     def mean_keys(self, length: int, *, causal: bool) -> float:
         """Keys that FLOPs are counted for, of a query of a sequence; see `flops_per_token` for the conventions."""
-        behind = length if self.ahead is None else min(self.ahead, length)
+        after = length if self.ahead is None else min(self.ahead, length)
         window = length if self.back is None else min(self.back + 1, length)
         if causal:
-            return window - window**2 / (2 * length) + behind - behind**2 / (2 * length)
-        return min(window + behind, length)
+            return window - window**2 / (2 * length) + after - after**2 / (2 * length)
+        return min(window + after, length)
 
     def sees_all(self, length: int) -> bool:
         """True if distance hides no key of a sequence, or causality alone does."""
@@ -164,7 +164,7 @@ class RelativeSpec:
 
     @property
     def two_sided(self) -> bool:
-        """True if half of the buckets are for keys behind the query."""
+        """True if half of the buckets are for keys after the query."""
         return self.side == "encoder"
 
 
@@ -334,7 +334,7 @@ class MixerSpec(LayerPartSpec):
     documents_apart: ClassVar[bool] = False
     """Of a plug-in: no position sees one before `LayerContext.bounds_BS`, as `model.document_attention` demands."""
     both_directions: ClassVar[bool] = False
-    """Of a plug-in: with `model.direction: both` positions see those behind them. Otherwise no mixer may do so."""
+    """Of a plug-in: with `model.direction: both` positions see those after them. Otherwise no mixer may do so."""
 
     @property
     def kernel(self) -> KernelUse | None:
@@ -387,7 +387,7 @@ class LayerSpec:
     cross: MixerSpec | None = None
     """Attention of a decoder's layer to the encoder's positions."""
     ends_encoder: bool = False
-    """It is the encoder's last one, with the norm `encoder_norm` on the stream behind it."""
+    """It is the encoder's last one, with the norm `encoder_norm` on the stream after it."""
 
     @cached_property
     def parts(self) -> dict[str, LayerPartSpec]:
@@ -404,7 +404,7 @@ class LayerSpec:
     def norms(self) -> tuple[str, ...]:
         """Names of the modules of norms.
 
-        `mixer_norm` and `mlp_norm` are on inputs, `..._out_norm` on outputs, `..._sum_norm` on the stream behind them.
+        `mixer_norm` and `mlp_norm` are on inputs, `..._out_norm` on outputs, `..._sum_norm` on the stream after them.
         """
         kinds = {"pre": ("norm",), "output": ("out_norm",), "both": ("norm", "out_norm"), "post": ("sum_norm",)}
         names = [f"{place}_{kind}" for place in self.parts for kind in kinds[self.norm_place]]

@@ -133,6 +133,8 @@ class Recompute:
 
     @staticmethod
     def _checkpoint(compute: Callable[[Tensor], Result], x: Tensor, how: dict[str, Any]) -> Result:
+        # torch need not restore the state of its generators: nothing draws from them, see above. The reentrant way has
+        # no `context_fn`.
         result: Result = checkpoint(compute, x, use_reentrant=False, preserve_rng_state=False, **how)
         return result
 

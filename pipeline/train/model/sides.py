@@ -1,4 +1,4 @@
-"""Sides of an encoder-decoder's sequence: the encoder's positions come first, the decoder's behind them.
+"""Sides of an encoder-decoder's sequence: the encoder's positions come first, the decoder's after them.
 
 Both are one residual stream, so that a pipeline passes one tensor wherever it is cut.
 
@@ -46,20 +46,20 @@ def both_sides(context: Context, length: int) -> list[SideSpan]:
     """The encoder and the decoder of a sequence of a length."""
     encoder, bounds_BS, starts = context.encoder, context.bounds_BS, context.starts
     found: list[SideSpan] = []
-    for side, first, behind in _cuts(encoder, length):
+    for side, first, end in _cuts(encoder, length):
         documents = None
         if bounds_BS is not None:
-            own = None if starts is None else partial(_own_starts, starts, length, first, behind)
-            documents = Documents(bounds_BS[:, first:behind] - first, own)
-        found.append(SideSpan(side, first, behind - first, documents))
+            own = None if starts is None else partial(_own_starts, starts, length, first, end)
+            documents = Documents(bounds_BS[:, first:end] - first, own)
+        found.append(SideSpan(side, first, end - first, documents))
     return found
 
 
-def _own_starts(starts: Tensor, length: int, first: int, behind: int) -> Tensor:
+def _own_starts(starts: Tensor, length: int, first: int, end: int) -> Tensor:
     """Flat positions of those documents that begin within some positions of each row, counted there."""
     row, place = starts // length, starts % length
-    within = (place >= first) & (place < behind)
-    return row[within] * (behind - first) + place[within] - first
+    within = (place >= first) & (place < end)
+    return row[within] * (end - first) + place[within] - first
 
 
 def _cuts(encoder: int, length: int) -> list[tuple[Side, int, int]]:
@@ -67,7 +67,7 @@ def _cuts(encoder: int, length: int) -> list[tuple[Side, int, int]]:
 
 
 def padded_documents(counts: Sequence[int], length: int, device: torch.device) -> Documents:
-    """Documents of rows of some tokens each, with padding behind them that is a document of its own."""
+    """Documents of rows of some tokens each, with padding after them that is a document of its own."""
     counts_B1 = torch.tensor(counts, device=device)[:, None]
     positions_S = torch.arange(length, device=device)
     bounds_BS = torch.where(positions_S < counts_B1, 0, counts_B1)

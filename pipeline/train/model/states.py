@@ -35,7 +35,7 @@ class MixerState(Protocol):
     """State of one layer."""
 
     def join(self, other: Self, lengths: Sequence[int], more: Sequence[int]) -> None:
-        """Rows with `more` positions of another state come behind the rows of this one, which have `lengths`."""
+        """Rows with `more` positions of another state come after the rows of this one, which have `lengths`."""
 
     def move(self, source: int, target: int, length: int) -> None:
         """Row `source`, which has `length` positions, takes the place of row `target`."""
@@ -113,7 +113,7 @@ class EncoderCache(KVCache):
     """Keys and values of an encoder's positions, all of which come at once."""
 
     def hold(self, keys_BTKE: Tensor, values_BTKV: Tensor) -> None:
-        """Set those of all rows; what is padding behind a row is never seen."""
+        """Set those of all rows; what is padding after a row is never seen."""
         self._memory = (keys_BTKE, values_BTKV)
 
     def held(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:
@@ -156,7 +156,7 @@ class States:
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
 
     def join(self, other: States) -> None:
-        """Rows of other states of the same model come behind the own ones."""
+        """Rows of other states of the same model come after the own ones."""
         for state, more in zip(self.layers, other.layers, strict=True):
             state.join(more, self.lengths, other.lengths)
         for index, cache in self.cross.items():

@@ -50,10 +50,13 @@ class Gradients:
         scale_tensors(self._local(self._parameters), factor)
 
     def _local(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        # Local tensors, since one operation cannot take DTensors of several meshes: experts have a mesh of their own.
         local = []
         for parameter in parameters:
             gradient = parameter.grad
             assert isinstance(gradient, DTensor)
+            # `fully_shard` has carried out sums over tp. One that is left would be scaled wrongly (2.11), and is no
+            # gradient of which a norm can be taken.
             assert not any(isinstance(placement, Partial) for placement in gradient.placements)
             local.append(gradient.to_local())
         return local

@@ -34,7 +34,8 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """
     if mesh.ndim == 1:
         return mesh.get_group()
-    # Stages come one after the other in the order of the ranks.
+    # Stages come one after the other in the order of the ranks. Every process makes the groups of all stages, in the
+    # same order: `new_group` is a collective of all ranks, whoever is a member.
     size = mesh.size()
     members = [range(start, start + size) for start in range(0, dist.get_world_size(), size)]
     groups: list[dist.ProcessGroup] = [dist.new_group(list(ranks), timeout=COLLECTIVE_TIMEOUT) for ranks in members]

@@ -90,6 +90,7 @@ def _build(config: Config, part: Decoder, group: dist.ProcessGroup | None) -> tu
         if optimizer.states == "bf16":
             optimizers.append(Bf16AdamW(of_adamw, names, optimizer.betas, optimizer.eps))
         else:
+            # Fused, as `found_inf` is for this implementation alone: foreach refuses it. DTensors work, too.
             optimizers.append(torch.optim.AdamW(of_adamw, betas=optimizer.betas, eps=optimizer.eps, fused=True))
     return tuple(optimizers)
 

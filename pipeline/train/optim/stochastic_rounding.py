@@ -6,7 +6,7 @@ the last bit, rounding to the nearest loses every change. Chance loses none on a
 The chance is a function of the parameter's name, its step, and row and column in the whole: a rank draws what belongs
 to its own shard, and a run that is resumed draws what it would have drawn. Every row and every column has a random
 word; an element has the exclusive or of the two, scattered by a product: without that, what is rounded up would be a
-matrix of low rank. Of a stack of matrices the rows are counted through, those of one matrix behind those of the one
+matrix of low rank. Of a stack of matrices the rows are counted through, those of one matrix after those of the one
 before.
 """
 

@@ -35,6 +35,8 @@ def compiles(config: Config, device: torch.device) -> bool:
 
 def _ruled_out(config: Config) -> bool:
     fp8 = config.train.precision.fp8
+    # A backward pass of two halves goes through a layer's graph twice, and compiled code reuses the memory of saved
+    # activations the first time (`donated_buffer` of torch._functorch).
     return (
         config.train.recompute.offload or config.parallel.splits_backward or (fp8 is not None and fp8.backend == "te")
     )
@@ -106,6 +108,9 @@ def compile_layers(part: Decoder, recompute: RecomputeConfig) -> None:
 
     prepare_compiler(recompute.budget if recompute.mode == "budget" else 1.0)
     for block in part.blocks:
+        # A method and not the module: FSDP's hooks run around the module's call, outside of what is compiled. With
+        # `fullgraph` a break in the graph is an error, not slower code; with `dynamic=False` a second shape gets code
+        # of its own, where torch would otherwise make its sizes symbolic.
         block.compiled = torch.compile(block.compute, fullgraph=True, dynamic=False, backend=BACKEND)
         for mixture in mixtures(block):
             # Of a layer with experts that is the piece before them; this is theirs, for any number of rows.

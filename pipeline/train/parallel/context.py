@@ -139,7 +139,7 @@ class GatheredKeys(_ContextAxis):
         keys: Sequence[int],
     ) -> Tensor:
         """See `SequenceCut`: every rank makes the keys and values of the whole sequence."""
-        # No piece sees what is behind the longest.
+        # No piece sees what is after the longest.
         return self._attend(q_BLHE, *expand(self.gather(g_BLG)[:, : max(keys)]), core, keys)
 
     def gather(self, x_BLC: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ class AllToAll:
 
 
 def _packed(rows_ND: Tensor, numbers_N: Tensor) -> Tensor:
-    """Rows and an fp32 number of each, whose bits are columns behind them."""
+    """Rows and an fp32 number of each, whose bits are columns after them."""
     return torch.cat((rows_ND, numbers_N.float()[:, None].view(rows_ND.dtype)), dim=1)
 
 

@@ -135,7 +135,7 @@ def export_bytes(config: Config, spec: DecoderSpec) -> int:
 def layer_sizes(spec: DecoderSpec, part: ModelPart, tp: int) -> dict[int, int]:
     """Parameters on one rank of the tp axis of each layer of a part and depth of multi-token prediction.
 
-    Their weights are gathered together. Depths are numbered on behind the layers of the model.
+    Their weights are gathered together. Depths are numbered on after the layers of the model.
     """
     found = {index: layer_parameters(spec.layers[index], tp) for index in part.layers}
     if part.last:

@@ -97,6 +97,8 @@ def build_mesh(layout: Layout, device_type: str, *, experts: bool = False) -> Me
         device_type: Of the processes.
         experts: The model has some.
     """
+    # Every process makes every mesh, in the same order, also where its own groups have one member: torch makes process
+    # groups in collectives of all ranks.
     axes: dict[str, int] = {}
     for axis, degree in layout.degrees.items():
         # Parameters are sharded over cp too: its ranks have the same parameters, and gradients of different tokens.

@@ -54,7 +54,7 @@ class ParallelModel:
     stages: list[Stage]
     """All stages of the pipeline, first to last."""
     parts: dict[int, Decoder]
-    """By stage, those of this process."""
+    """Parts of this process, by stage."""
     vocab_shard: VocabShard | None
     """Columns of the logits that this process has; None: all."""
     cut: SequenceCut | None
@@ -76,12 +76,12 @@ class ParallelModel:
         return self.spec.vocab_padded // (1 if self.vocab_shard is None else self.vocab_shard.group.size())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those of all parts. A tied table comes twice where a process has two stages with it."""
+        """Parameters of all parts. A tied table comes twice where a process has two stages with it."""
         for part in self.parts.values():
             yield from part.named_parameters()
 
     def prepare_passes(self) -> None:
-        """Comes before passes with weights that may have changed; every process calls this."""
+        """Prepare passes with weights that may have changed; every process calls this."""
         if self.fp8_weights:
             for part in self.parts.values():
                 refresh_scales(part)
@@ -105,6 +105,9 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
     parts = {}
     for stage in stages:
         if stage.rank == mesh.rank("pp"):
+            # The order matters. `fully_shard` comes after tp and ep: it shards what they have cut, and the placements
+            # of its DTensors have both cuts. Recomputed and compiled code is within FSDP's hooks, so that it sees
+            # whole weights and none of FSDP's collectives.
             with on_meta():
                 part = Decoder(spec, stage.part)
             if fp8 is not None:
@@ -116,6 +119,7 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
             _prepare_layers(part, config, setup)
             _shard(part, config, mesh)
             set_prefetch(part, parallel.overlap)
+            # Memory comes last: no process ever holds more than its shards. It is not initialized here.
             parts[stage.index] = part.to_empty(device=setup.device)
     shard = None
     if tp > 1:
@@ -160,6 +164,7 @@ def _prepare_layers(part: Decoder, config: Config, setup: Setup) -> None:
 
 def _shard(part: Decoder, config: Config, mesh: Mesh) -> None:
     params = mesh.role("params")
+    # Where a backward pass has two halves, True would give wrong gradients without an error; a rule refuses it.
     reshard = LayoutKind.of(config.parallel, mesh.layout).reshard or False
     policy = MixedPrecisionPolicy(
         param_dtype=COMPUTE_DTYPE[config.train.precision.compute],
@@ -168,6 +173,7 @@ def _shard(part: Decoder, config: Config, mesh: Mesh) -> None:
         cast_forward_inputs=False,
     )
     fp32 = replace(policy, param_dtype=torch.float32)
+    # From the inside out: `fully_shard` of a module takes the parameters that no call within it has taken.
     for layer in [*part.layers.values(), *part.mtp_layers]:
         for unit in layer.modules():
             if isinstance(unit, Fp32Vectors):
@@ -187,6 +193,8 @@ def _shard(part: Decoder, config: Config, mesh: Mesh) -> None:
     fully_shard(part, mesh=params, mp_policy=policy, reshard_after_forward=False)
     for module in part.modules():
         if isinstance(module, FSDPModule):
+            # Sums, not means. For a factor FSDP takes PREMUL_SUM, which gloo does not have; the second call makes it a
+            # plain sum everywhere (2.11, 2.13). Both are settings of one module, and not of those within it.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
 

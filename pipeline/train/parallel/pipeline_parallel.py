@@ -107,6 +107,7 @@ class PipelineRunner:
             contexts: One for each.
             measure: Gets what the head gives for each batch where the last stage is.
         """
+        # Not by `schedule.eval()`, which fails for V-shaped schedules in 2.13.
         shape = self._stream_shape(_common_shape(batches))
         arrived: dict[tuple[int, int], Tensor] = {}
         receiving: dict[tuple[int, int], dist.Work] = {}
@@ -133,6 +134,7 @@ class PipelineRunner:
                 sending = _started(dist.isend(out, group=self._group, group_dst=peer))
         if sending is not None:
             sending.wait()
+        # Otherwise backward frees whole weights that are kept after forward. Here there is none.
         for part in self._parts.values():
             for module in part.modules():
                 if isinstance(module, FSDPModule):
@@ -141,7 +143,8 @@ class PipelineRunner:
     def _build_schedule(self, micro_batches: int, shape: torch.Size) -> Any:
         """A schedule of torch for a number of micro-batches of a shape [B, S]; it is made once."""
         stages = [self._build_stage(index, part, shape) for index, part in self._parts.items()]
-        # The loss is the last stage's output. A gradient is never scaled: the objective has the divisor in it.
+        # The loss is the last stage's output. A gradient is never scaled: the objective has the divisor in it, and
+        # `scale_grads` would divide the gradient of a table that two stages share twice.
         options: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         schedule: Any = get_schedule_class(SCHEDULES[self._schedule].torch_name)
         return schedule(stages[0] if issubclass(schedule, PipelineScheduleSingle) else stages, micro_batches, **options)

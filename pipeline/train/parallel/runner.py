@@ -59,6 +59,7 @@ class WholeRunner:
         model = cast(FSDPModule, self._model)
         for number, (batch, context) in enumerate(zip(batches, contexts, strict=True)):
             is_last = number == len(batches) - 1
+            # FSDP reads both in backward. Shards add up in each backward pass, replicas (HSDP) in the last one alone.
             model.set_requires_gradient_sync(is_last or self._reduction == "each")
             model.set_requires_all_reduce(is_last)  # after the other, which sets both
             with span("forward"):

@@ -198,6 +198,8 @@ class _WholeParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def enter(_module: nn.Module, inputs: tuple[Tensor]) -> DTensor:
             if isinstance(inputs[0], DTensor):  # the input of a mixer, the same on all ranks
+                # Without `grad_placements`, torch takes the gradient that each rank has for the whole one, and sums
+                # nothing.
                 own = inputs[0].to_local(grad_placements=[Partial()])
                 return DTensor.from_local(own, device_mesh, [self._layout], run_check=False)
             whole = DTensor.from_local(inputs[0], device_mesh, [self._comes_as], run_check=False)

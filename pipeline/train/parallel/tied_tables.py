@@ -79,6 +79,7 @@ class _Table:
         peers = [rank for rank in self._ranks if rank != self._own]
         theirs = {rank: torch.empty_like(mine[0]) for rank in peers}
         if peers:
+            # In one batch: over NCCL, two ranks that each begin with a send of their own would wait for one another.
             sends = [dist.P2POp(dist.isend, mine[0], group=self._group, group_peer=rank) for rank in peers]
             receives = [dist.P2POp(dist.irecv, theirs[rank], group=self._group, group_peer=rank) for rank in peers]
             for work in dist.batch_isend_irecv(sends + receives):

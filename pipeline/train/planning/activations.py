@@ -95,6 +95,7 @@ def _measure(
     pipeline = PipelineConfig(schedule="1f1b", layers_per_stage=pieces) if pp > 1 else PipelineConfig()
     parallel = config.parallel.model_copy(update={**mesh.layout.settings, "pipeline": pipeline})
     config = config.model_copy(update={"parallel": parallel, "train": _plain(config.train)})
+    # In this order alone: sharded on meta before there are fake tensors, and given memory among them.
     model = parallelize(config, Setup(torch.device("meta"), mesh, small))
     ledger = MemoryLedger()
     if device_type == "cuda":

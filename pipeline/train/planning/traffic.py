@@ -190,7 +190,7 @@ class _Counter:
         if repeats_gathers(self._recompute):
             gathered = [each for layer in again for each in self._inputs(layer, repeated=True)]
             # Of a layer's last operation backward needs the input alone, so that it is not repeated, and its sum
-            # neither. A shared mlp is not the last: experts come behind it.
+            # neither. A shared mlp is not the last: experts come after it.
             for layer in again:
                 sums = self._outputs(layer, repeated=True)
                 summed += sums[:-1] if layer.ends_in_sum and not layer.stacks else sums
@@ -337,7 +337,7 @@ class _Counter:
                 ("gradients of rows", "backward", there),
             ]
             if is_recomputed(self._recompute, index) and self._recompute.mode == "full":
-                # The losses of the router, which backward needs again, come behind both.
+                # The losses of the router, which backward needs again, come after both.
                 transfers += [("rows for experts", "again", there), ("results of experts", "again", back)]
             for what, phase, size in transfers:
                 yield self._in_each_micro_batch("ep", "all_to_all", what, phase, 1, size)

@@ -102,7 +102,7 @@ def plan_run(
                 config.resume.allow,
             )
         ]
-        # Said before the plans are compared: what lies behind an end is not planned.
+        # Said before the plans are compared: what lies after an end is not planned.
         run_length.check_end(Sampler(journal), checkpoint.step)
         journal = journal.going_on(saved, checkpoint.step)
     sampler = Sampler(journal)

@@ -34,7 +34,7 @@ RISE = 1.2
 
 @dataclass(frozen=True)
 class Seam:
-    """A change of the schedule behind a checkpoint.
+    """A change of the schedule after a checkpoint.
 
     Attributes:
         step: first step of the new schedule.
@@ -71,7 +71,7 @@ class Seam:
 
 
 def find_seam(config: Config, checkpoint: Checkpoint, journal: Journal, steps: int) -> Seam | None:
-    """The change of the learning rate behind a checkpoint; None if it shows none, or no step follows.
+    """The change of the learning rate after a checkpoint; None if it shows none, or no step follows.
 
     Args:
         config: of now.

@@ -132,7 +132,9 @@ class _HashingFileSystem(FileSystem):
 
 
 class HashingWriter(FileSystemWriter):
-    """DCP's file writer, one fsynced file a rank, that knows size and xxh3 of each file as it was written.
+    """DCP's file writer, one fsynced file per rank, that knows size and xxh3 of each file as it was written.
+
+    DCP compares no hashes when it reads: it notices that a file ends too early, and not that a bit is another one.
 
     Args:
         folder: Where to.

@@ -94,7 +94,8 @@ class _PartOfGradient(torch.autograd.Function):
 def guard_optimizer_step(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> None:
     """Let the next step of a fused optimizer leave weights and states as they are where `found_inf` is 1.
 
-    torch.amp's GradScaler hands the flag over by the same attribute. The decision is made on the device.
+    torch.amp's GradScaler hands the flag over by the same attribute. The decision is made on the device. Gradients that
+    are multiplied by 0 would not do: 0 times NaN is NaN.
     """
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
 

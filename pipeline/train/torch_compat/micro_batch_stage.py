@@ -92,7 +92,7 @@ class MicroBatchStage(PipelineStage):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         assert backward_type == "full", "a schedule whose backward passes have two halves"
         module.set_is_last_backward(False)  # what is under way is waited for when the stage's step is over
-        module.set_reshard_after_backward(False)
+        module.set_reshard_after_backward(False)  # until `perform_reduce_grad`, which follows the last pass (2.13)
         module.set_requires_gradient_sync(True)
         module.set_requires_all_reduce(last_backward)
         keys = ("stage_output", "output_grads", "input_values")

@@ -1,4 +1,4 @@
-"""Cohere 2: mixer and mlp side by side behind one norm; layers with a window have rope, full ones none."""
+"""Cohere 2: mixer and mlp side by side after one norm; layers with a window have rope, full ones none."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ GPT2 = Family(
             TensorRule("transformer.wpe.weight", ("position_embedding.weight",)),
         ),
         norms={"ln_1": "mixer_norm", "ln_2": "mlp_norm"},
-        behind=(
+        after=(
             TensorRule("transformer.ln_f.weight", ("norm.weight",)),
             TensorRule("transformer.ln_f.bias", ("norm.bias",)),
             HEAD_RULE,

@@ -84,7 +84,7 @@ GPT_NEOX = Family(
         layer="gpt_neox.layers.{i}.",
         before=(TensorRule("gpt_neox.embed_in.weight", ("embedding.weight",)),),
         norms={"input_layernorm": "mixer_norm", "post_attention_layernorm": "mlp_norm"},
-        behind=(
+        after=(
             TensorRule("gpt_neox.final_layer_norm.weight", ("norm.weight",)),
             TensorRule("gpt_neox.final_layer_norm.bias", ("norm.bias",)),
             TensorRule("embed_out.weight", ("head.weight",)),

@@ -77,7 +77,7 @@ STARCODER2 = Family(
     names=replace(
         LLAMA_NAMES,
         norm_bias=True,
-        behind=(
+        after=(
             TensorRule("model.norm.weight", ("norm.weight",)),
             TensorRule("model.norm.bias", ("norm.bias",)),
             HEAD_RULE,

@@ -50,7 +50,7 @@ _ENCODER = Names(
     layer="encoder.block.{i}.",
     before=(),
     norms={"layer.0.layer_norm": "mixer_norm", "layer.1.layer_norm": "mlp_norm"},
-    behind=(),
+    after=(),
     tables={AttentionSpec: _SELF, MlpSpec: _mlp_names(1)},
 )
 _DECODER = Names(
@@ -62,7 +62,7 @@ _DECODER = Names(
         "layer.1.layer_norm": "cross_norm",
         "layer.2.layer_norm": "mlp_norm",
     },
-    behind=(),
+    after=(),
     tables={
         AttentionSpec: _SELF,
         CrossAttentionSpec: _attention_names(1, "EncDecAttention"),
@@ -174,7 +174,7 @@ T5 = Family(
         ),
         norms={},
         layers=(),
-        behind=(TensorRule("decoder.final_layer_norm.weight", ("norm.weight",)), HEAD_RULE),
+        after=(TensorRule("decoder.final_layer_norm.weight", ("norm.weight",)), HEAD_RULE),
         sides={"encoder": _ENCODER, "decoder": _DECODER},
         encoder_norm="encoder.final_layer_norm.weight",
     ),

@@ -83,7 +83,7 @@ class DocumentSpan(NamedTuple):
     """A document, as far as queries of a piece are in it; positions of queries and of keys, from and to."""
 
     first: int
-    behind: int
+    end: int
     key: int
     key_end: int
 
@@ -100,7 +100,7 @@ class AttentionMask:
     start: int
     """Position of the first query."""
     end: int
-    """Position behind the last query."""
+    """Position after the last query."""
     keys: int
     """Number of keys that the piece needs: those from the first on; up to its end if it is causal."""
     reach: Reach
@@ -185,7 +185,7 @@ class AttentionMask:
 
     @property
     def sees_ahead(self) -> bool:
-        """True if a query sees keys behind itself."""
+        """True if a query sees keys after itself."""
         return self.prefixed or self.reach.ahead != 0
 
     @property
@@ -194,7 +194,7 @@ class AttentionMask:
         return None if self.documents is None else self.documents.bounds_BS[:, self.start : self.end]
 
     def interval(self) -> tuple[Tensor, Tensor]:
-        """The first key that each query sees, and the first one behind those, [B or 1, C] each; they do not descend."""
+        """The first key that each query sees, and the first one after those, [B or 1, C] each; they do not descend."""
         q_1C = torch.arange(self.start, self.end, device=self.device)[None]
         back, ahead = self.reach.back, self.reach.ahead
         low_BC = torch.zeros_like(q_1C) if back is None else (q_1C - back).clamp(min=0)
@@ -236,10 +236,10 @@ class AttentionMask:
         """Documents by row, of which queries are in the piece. Without documents there is one row, for all of them."""
         if self.documents is None:
             return [[DocumentSpan(self.start, self.end, 0, self.keys)]]
-        return [[span for span in row if span.first < span.behind] for row in self.all_spans()]
+        return [[span for span in row if span.first < span.end] for row in self.all_spans()]
 
     def all_spans(self) -> list[list[DocumentSpan]]:
-        """All documents of the keys, by row; what is before or behind the piece has no queries."""
+        """All documents of the keys, by row; what is before or after the piece has no queries."""
         assert self.documents is not None
         of_keys = self.documents.by_row
         of_queries = of_keys if self.query_documents is None else self.query_documents.by_row
@@ -248,8 +248,8 @@ class AttentionMask:
         for starts, key_starts in zip(of_queries, of_keys, strict=True):
             row = []
             keys = pairwise([*key_starts, self.documents.length])
-            for (begin, behind), (key, key_end) in zip(pairwise([*starts, length]), keys, strict=True):
-                first, last = max(begin, self.start), max(self.start, min(behind, self.end))
+            for (begin, end), (key, key_end) in zip(pairwise([*starts, length]), keys, strict=True):
+                first, last = max(begin, self.start), max(self.start, min(end, self.end))
                 if key < self.keys:
                     row.append(DocumentSpan(first, last, key, min(key_end, self.keys)))
             rows.append(row)

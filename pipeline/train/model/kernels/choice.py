@@ -78,7 +78,7 @@ class KernelRequirements:
     compiled: bool = False
     """Within compiled layers."""
     both: bool = False
-    """Some layer sees tokens behind a token."""
+    """Some layer sees tokens after a token."""
     soft_cap: bool = False
     sinks: bool = False
     prefixes: bool = False
@@ -116,7 +116,7 @@ def spec_uses(spec: DecoderSpec) -> list[KernelUse]:
 
 
 def windows_to_both(reach: Reach) -> bool:
-    """True if a token sees some of those behind it, and some that come before or behind are out of its reach."""
+    """True if a token sees some of those after it, and some that come before or after are out of its reach."""
     return reach.ahead != 0 and reach != Reach(None, None)
 
 

@@ -30,7 +30,8 @@ def grouped_products(rows_ND: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Te
     Args:
         rows_ND: Rows of one group follow each other.
         weights_EFD: Matrices of the groups.
-        ends_E: int32, number of rows up to the end of each group; the last is N.
+        ends_E: int32, number of rows up to the end of each group; the last is N. On a CPU, backward refuses rows after
+            it.
     """
     weights_EDF = weights_EFD.transpose(-2, -1)
     if rows_ND.dtype == torch.float64:  # which torch's operation does not have
@@ -40,7 +41,7 @@ def grouped_products(rows_ND: Tensor, weights_EFD: Tensor, ends_E: Tensor) -> Te
         return cast(Tensor, _multiply(rows_ND, weights_EDF, ends_E))
     out_NF = F.grouped_mm(rows_ND, weights_EDF, offs=ends_E)
     if out_NF.requires_grad:
-        # The kernels cannot read a gradient that is one number, expanded.
+        # The kernels cannot read a gradient that is one number, expanded, as that of a plain sum is.
         out_NF.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
     return out_NF
 

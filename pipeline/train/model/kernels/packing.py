@@ -28,23 +28,23 @@ class Packing:
     """No document has more; the same for all batches, since compiled code is made for each value."""
     longest_keys: int
     window: tuple[int, int]
-    """Keys before and behind a query that it sees, aligned with the last of the keys; -1: all."""
+    """Keys before and after a query that it sees, aligned with the last of the keys; -1: all."""
 
     @property
     def causal(self) -> bool:
-        """True if a query sees no key behind itself."""
+        """True if a query sees no key after itself."""
         return self.window[1] == 0
 
 
 def lengths(mask: AttentionMask) -> list[tuple[int, int]]:
     """Queries and keys of each document of a batch, together all of them.
 
-    What is before or behind a piece has no queries.
+    What is before or after a piece has no queries.
     """
     if mask.documents is None:
         return [(mask.queries, mask.keys)] * mask.samples
     spans = [span for row in mask.all_spans() for span in row]
-    return [(max(0, span.behind - span.first), span.key_end - span.key) for span in spans]
+    return [(max(0, span.end - span.first), span.key_end - span.key) for span in spans]
 
 
 def pack(mask: AttentionMask) -> Packing:

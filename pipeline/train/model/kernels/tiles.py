@@ -43,7 +43,7 @@ class Tiles:
     low_BC: Tensor
     """[B or 1, C] int64: the first key that a query sees."""
     high_BC: Tensor
-    """[B or 1, C] int64: the first key behind those."""
+    """[B or 1, C] int64: the first key after those."""
     tiles_N7: Tensor
     """int64: first and last row, queries from and to, keys from and to, and the kind. A tile without rows says
     nothing."""
@@ -73,7 +73,7 @@ def whole(samples: int, queries: int, keys: int, causal: bool) -> Tiles:
 def _kind(span: DocumentSpan, mask: AttentionMask) -> int:
     """The kind of the tile that the queries of a document could be."""
     back, ahead = mask.reach.back, mask.reach.ahead
-    if mask.prefixed or (back is not None and back < span.behind - 1 - span.key):
+    if mask.prefixed or (back is not None and back < span.end - 1 - span.key):
         return MASKED
     if ahead == 0:
         return CAUSAL if span.first == span.key else MASKED
@@ -85,26 +85,26 @@ def _of_row(spans: list[DocumentSpan], mask: AttentionMask) -> Iterator[tuple[in
 
     def masked(begin: int, end: int, of_begin: DocumentSpan, of_end: DocumentSpan) -> tuple[int, ...]:
         # Intervals do not descend from query to query.
-        keys = _lowest(of_begin, begin, mask), _behind(of_end, end - 1, mask)
+        keys = _lowest(of_begin, begin, mask), _key_after(of_end, end - 1, mask)
         return begin - mask.start, end - mask.start, *keys, MASKED
 
     begin = end = 0  # of the tile that is being filled; none while both are equal
     opening = closing = DocumentSpan(0, 0, 0, 0)  # in which they are
     for span in spans:
         kind = _kind(span, mask)
-        alone = kind != MASKED and span.behind - span.first >= ALONE
+        alone = kind != MASKED and span.end - span.first >= ALONE
         if end > begin and (alone or end - begin == BLOCK):
             yield masked(begin, end, opening, closing)
             begin = end = 0
         if alone:
-            yield span.first - mask.start, span.behind - mask.start, span.key, span.key_end, kind
+            yield span.first - mask.start, span.end - mask.start, span.key, span.key_end, kind
             continue
         if end == begin:
             begin, opening = span.first, span
-        while span.behind - begin > BLOCK:
+        while span.end - begin > BLOCK:
             yield masked(begin, begin + BLOCK, opening, span)
             begin, opening = begin + BLOCK, span
-        end, closing = span.behind, span
+        end, closing = span.end, span
     if end > begin:
         yield masked(begin, end, opening, closing)
 
@@ -114,8 +114,8 @@ def _lowest(span: DocumentSpan, query: int, mask: AttentionMask) -> int:
     return span.key if mask.reach.back is None else max(span.key, query - mask.reach.back)
 
 
-def _behind(span: DocumentSpan, query: int, mask: AttentionMask) -> int:
-    """The first key behind those that it sees; with prefixes, behind those that it may see."""
+def _key_after(span: DocumentSpan, query: int, mask: AttentionMask) -> int:
+    """The first key after those that it sees; with prefixes, after those that it may see."""
     ahead = mask.reach.ahead
     return span.key_end if ahead is None or mask.prefixed else min(span.key_end, query + ahead + 1)
 

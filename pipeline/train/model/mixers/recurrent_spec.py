@@ -48,7 +48,7 @@ class RecurrentSpec(MixerSpec):
 
     @abstractmethod
     def piece_numbers(self, tp: int) -> int:
-        """Fp32 numbers of a piece of a sequence that the pieces behind it need to know, on a rank of tp."""
+        """Fp32 numbers of a piece of a sequence that the pieces after it need to know, on a rank of tp."""
 
     @property
     @abstractmethod

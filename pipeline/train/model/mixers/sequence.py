@@ -123,7 +123,7 @@ class SequencePieces:
         Args:
             sent_B: What the others need to know of a piece, [P * B, ...].
             added_B: State that a piece makes of an empty one, [P * B, ...].
-            follow: Makes the state behind a piece of what is known of it and the state that enters.
+            follow: Makes the state after a piece of what is known of it and the state that enters.
         """
         assert self.cut is not None
         entering = [torch.zeros_like(self._by_piece(added_B)[0])]

@@ -19,7 +19,7 @@ _TOLERANCE = 1e-4
 def check_layers(model: ModelConfig, length: int = 24) -> None:
     """Compare a model with itself on other inputs, in fp32 on the CPU.
 
-    Without `direction: both`, no position may see one behind it, and texts that are continued token by token must get
+    Without `direction: both`, no position may see one after it, and texts that are continued token by token must get
     the logits of whole ones. With `document_attention`, no document may see another.
 
     Args:

@@ -1,6 +1,6 @@
 """BERT and RoBERTa: post-norm, learned positions and types of tokens, a matrix and a norm before the head.
 
-RoBERTa's token 1 is padding: its positions begin behind it, so that the first two rows of the table are not used.
+RoBERTa's token 1 is padding: its positions begin after it, so that the first two rows of the table are not used.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _names(prefix: str, head: dict[str, str], positions: int = 0) -> Names:
             *both(f"{embeddings}LayerNorm", "embedding_norm"),
         ),
         norms={"attention.output.LayerNorm": "mixer_sum_norm", "output.LayerNorm": "mlp_sum_norm"},
-        behind=(
+        after=(
             *both(head["dense"], "head.dense"),
             *both(head["norm"], "head.norm"),
             TensorRule(head["bias"], ("head.bias",)),

@@ -142,7 +142,7 @@ MODERNBERT = Family(
             TensorRule("model.embeddings.norm.bias", ("embedding_norm.bias",)),
         ),
         norms={"attn_norm": "mixer_norm", "mlp_norm": "mlp_norm"},
-        behind=(
+        after=(
             TensorRule("model.final_norm.weight", ("norm.weight",)),
             TensorRule("model.final_norm.bias", ("norm.bias",)),
             TensorRule("head.dense.weight", ("head.dense.weight",)),

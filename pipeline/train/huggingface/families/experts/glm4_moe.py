@@ -29,7 +29,7 @@ def _read(source: ConfigSource) -> Json:
     found["bias"] = "qkv" if source.flag("attention_bias", False) else "none"
     found["qk_norm"] = source.flag("use_qk_norm", False)
     for key in ("num_nextn_predict_layers", "num_mtp_layers"):
-        source.get(key)  # layers behind the last one, which transformers leaves out
+        source.get(key)  # layers after the last one, which transformers leaves out
     first = source.count("first_k_dense_replace", 1)
     has = [index >= first for index in range(found["layers"])]
     sizes = read_expert_sizes(source, count=128, ffn_dim=1408, shared=1)
@@ -115,7 +115,7 @@ def _whole_shared_experts(experts: ExpertsConfig) -> bool:
 
 
 def dense_ones_first(layers: ModelConfig) -> bool:
-    """True if all layers behind the first one with experts have some."""
+    """True if all layers after the first one with experts have some."""
     has = has_experts(layers)
     return any(has) and all(has[has.index(True) :])
 

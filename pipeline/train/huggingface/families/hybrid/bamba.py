@@ -100,7 +100,7 @@ BAMBA = Family(
     names=replace(
         LLAMA_NAMES,
         norms={"input_layernorm": "mixer_norm", "pre_ff_layernorm": "mlp_norm"},
-        behind=(TensorRule("model.final_layernorm.weight", ("norm.weight",)), HEAD_RULE),
+        after=(TensorRule("model.final_layernorm.weight", ("norm.weight",)), HEAD_RULE),
         tables={
             MlpSpec: (
                 ("feed_forward.gate_proj", ("w1",)),

@@ -25,7 +25,7 @@ MAMBA2_NAMES = Names(
     layer="backbone.layers.{i}.",
     before=(TensorRule("backbone.embeddings.weight", ("embedding.weight",)),),
     norms={"norm": ("mixer_norm", "mlp_norm")},
-    behind=(TensorRule("backbone.norm_f.weight", ("norm.weight",)), HEAD_RULE),
+    after=(TensorRule("backbone.norm_f.weight", ("norm.weight",)), HEAD_RULE),
     layers=({"mixer": Mamba2Spec},),
 )
 _KEYS = {

@@ -1,4 +1,4 @@
-"""OLMo Hybrid: a gated delta rule with norms ahead of its parts, and OLMo 3's attention with norms behind them."""
+"""OLMo Hybrid: a gated delta rule with norms ahead of its parts, and OLMo 3's attention with norms after them."""
 
 from __future__ import annotations
 

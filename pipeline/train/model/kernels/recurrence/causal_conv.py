@@ -34,7 +34,7 @@ def causal_conv(
     chunks: Chunks,
     activation: bool = True,
 ) -> Tensor:
-    """The convolution [B, S, C], in the type of x, with silu behind it.
+    """The convolution [B, S, C], in the type of x, with silu after it.
 
     Args:
         x_BSC: Inputs.

@@ -42,7 +42,7 @@ class Chunks:
     """For every position the first one of its document, counted from the sequence's first; below 0 where the document
     began before. None: one document, which did."""
     same_BnQQ: Tensor | None = None
-    """With bounds: position j (the last dimension) is not behind i and in its document. None: see `causal`."""
+    """With bounds: position j (the last dimension) is not after i and in its document. None: see `causal`."""
     enters_BnQ: Tensor | None = None
     """With bounds: the document of a position began before its chunk, whose entering state it reads."""
     leaves_BnQ: Tensor | None = None

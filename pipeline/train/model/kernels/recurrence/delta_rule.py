@@ -44,7 +44,7 @@ def delta_rule(
     initial_BHNP: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The rule: o [B, S, H, P] in the type of v, and the state behind the last position [B, H, N, P] in fp32.
+    """The rule: o [B, S, H, P] in the type of v, and the state after the last position [B, H, N, P] in fp32.
 
     Args:
         q_BSKN: Queries; H / K heads of values in a row share one.
@@ -65,7 +65,7 @@ def delta_rule(
 def delta_step(
     q_BKN: Tensor, k_BKN: Tensor, v_BHP: Tensor, g_BHX: Tensor, beta_BH: Tensor, state_BHNP: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One position of `delta_rule`: o [B, H, P] in the type of v, and the state behind it.
+    """One position of `delta_rule`: o [B, H, P] in the type of v, and the state after it.
 
     Args:
         q_BKN: Queries.

@@ -42,7 +42,7 @@ def ssd(
     chunks: Chunks,
     initial_BHPN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The scan: y [B, S, H, P] in the type of x, and the state behind the last position [B, H, P, N] in fp32.
+    """The scan: y [B, S, H, P] in the type of x, and the state after the last position [B, H, P, N] in fp32.
 
     Args:
         x_BSHP: Inputs.
@@ -85,7 +85,7 @@ def ssd_decay(dt_BSH: Tensor, a_H: Tensor, chunks: Chunks) -> Tensor:
 def ssd_step(
     x_BHP: Tensor, dt_BH: Tensor, a_H: Tensor, b_BGN: Tensor, c_BGN: Tensor, state_BHPN: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One position of `ssd`: y [B, H, P] in the type of x, and the state behind it."""
+    """One position of `ssd`: y [B, H, P] in the type of x, and the state after it."""
     repeats = x_BHP.shape[1] // b_BGN.shape[1]
     b_BHN, c_BHN = (m_BGN.to(state_BHPN.dtype).repeat_interleave(repeats, dim=1) for m_BGN in (b_BGN, c_BGN))
     written_BHPN = (x_BHP * dt_BH[..., None])[..., None] * b_BHN[:, :, None]
@@ -208,7 +208,7 @@ class _Group:
 
 
 def _chain(written_BKNX: Tensor, pass_BKR: Tensor, state_BNX: Tensor, *, reverse: bool) -> tuple[Tensor, Tensor]:
-    """The state ahead of each chunk, or with `reverse` behind it, and the one at the other end; in place."""
+    """The state ahead of each chunk, or with `reverse` after it, and the one at the other end; in place."""
     (B, K, N, X), R = written_BKNX.shape, pass_BKR.shape[2]
     state_BNRP, states = state_BNX.view(B, N, R, X // R), list[Tensor]()
     chunks = list(zip(written_BKNX.view(B, K, N, R, X // R).unbind(1), pass_BKR.unbind(1), strict=True))

@@ -115,7 +115,7 @@ class GatedDelta(nn.Module):
         """The state that enters each piece.
 
         What a piece makes of an entering state is a matrix times it, plus a state. With the columns of the identity
-        behind those of an empty state, and no values for them, both come out at once.
+        after those of an empty state, and no values for them, both come out at once.
         """
         keys, values = self.spec.key_dim, self.spec.value_dim
         start_BHNW = torch.eye(keys, keys + values, device=g.device).roll(values, dims=1)

@@ -23,7 +23,7 @@ from pipeline.train.torch_compat.core import own_part
 class LatentAttention(nn.Module):
     """Attention whose keys and values are made of one small latent of each token (DeepSeek-V2, 2024).
 
-    A key of a head is `wkb` times the latent and, behind it, a rotary key that all heads share; a value is `wvb` times
+    A key of a head is `wkb` times the latent and, after it, a rotary key that all heads share; a value is `wvb` times
     the latent. What is kept for generation, and sent over cp, is latents and rotary keys alone. With tensor parallelism
     a rank has some of the heads, and H is those it has; latents are whole on each.
     """

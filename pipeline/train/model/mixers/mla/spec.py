@@ -53,7 +53,7 @@ class MlaSpec(MixerSpec):
     nope_dim: int
     """Dimensions of a key that each head makes of the latent."""
     rope_dim: int
-    """Dimensions of a key that all heads share, and that the rotary embedding turns; they come behind the others."""
+    """Dimensions of a key that all heads share, and that the rotary embedding turns; they come after the others."""
     value_dim: int
     norm: NormSpec
     """Of the latents."""

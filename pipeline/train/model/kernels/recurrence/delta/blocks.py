@@ -149,7 +149,7 @@ class DeltaBlock:
         self._new, self._entering = list[Tensor](), list[Tensor]()
 
     def write(self, state_BKRNP: Tensor) -> Tensor:
-        """The state behind the last chunk, from the one ahead of the first."""
+        """The state after the last chunk, from the one ahead of the first."""
         right_nBKRQP = self.v_nBKRQP * self.beta_nBKRQ1
         for chunk, right_BKRQP in enumerate(right_nBKRQP):
             add_product(right_BKRQP, self.of_keys_nBKRQN[chunk], state_BKRNP, -1)

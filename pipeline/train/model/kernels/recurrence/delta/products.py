@@ -124,7 +124,7 @@ def _halves_of(x: Tensor, size: int, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _pairs_of(x: Tensor, distance: int, dim: int) -> tuple[Tensor, Tensor]:
-    """Positions of the smallest sub-blocks, and those at a distance behind them."""
+    """Positions of the smallest sub-blocks, and those at a distance after them."""
     smallest = _SIZES[-1]
     blocks = torch.unflatten(x, dim, (-1, smallest))
     return blocks.narrow(dim, 0, smallest - distance), blocks.narrow(dim, distance, smallest - distance)
