@@ -178,7 +178,7 @@ class HuggingFaceFolder:
         return found[theirs[0]]
 
     def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
-        """Some of ours, with `rows` these rows of each; padding of the vocabulary is 0."""
+        """Values of some tensors of ours, with `rows` these rows of each; padding of the vocabulary is 0."""
         found = {}
         for name, each in tensors.items():
             count, *others = each.shape
@@ -194,9 +194,9 @@ class HuggingFaceFolder:
         """
         filled = 0
         with self._found.opened() as read:
-            for theirs, piece, here in self.mapping.ours[name].pieces(rows, *others):
-                target[here].copy_(piece.of(read(self._names[theirs], piece.there)))
-                filled = here + 1 if isinstance(here, int) else here.stop
+            for theirs, piece, place in self.mapping.ours[name].pieces(rows, *others):
+                target[place].copy_(piece.of(read(self._names[theirs], piece.source)))
+                filled = place + 1 if isinstance(place, int) else place.stop
         target[filled:].zero_()
 
     def tokenizer(self, config: TokenizerConfig | None = None) -> Tokenizer:
