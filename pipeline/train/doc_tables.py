@@ -106,8 +106,8 @@ def _tensors_of(names: Names) -> str:
     layers = [rule for kinds in names.layers for rule in names.of_layer(LAYER, kinds)]
     for side, own in names.sides.items():
         # Layers are counted over both sides here.
-        here = f"layers.{'{i}' if side == 'encoder' else '{e + i}'}."
-        layers += [rule for kinds in own.layers for rule in own.of_layer(LAYER, kinds, here)]
+        prefix = f"layers.{'{i}' if side == 'encoder' else '{e + i}'}."
+        layers += [rule for kinds in own.layers for rule in own.of_layer(LAYER, kinds, prefix)]
     if names.encoder_norm is not None:
         layers.append(TensorRule(names.encoder_norm, ("layers.{e - 1}.encoder_norm.weight",)))
     if names.mtp:

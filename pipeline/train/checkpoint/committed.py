@@ -33,7 +33,7 @@ UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, Arith
 
 @contextmanager
 def damage_named(checkpoint: Checkpoint) -> Iterator[None]:
-    """Inside, whatever a damaged or forged state leads to becomes a message that names the checkpoint.
+    """A context in which errors of a damaged or forged state become a message that names the checkpoint.
 
     Raises:
         UserError: it is damaged.
@@ -51,14 +51,14 @@ def damage_named(checkpoint: Checkpoint) -> Iterator[None]:
 _KINDS = {stat.S_IFLNK: "a symbolic link", stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe"}
 
 PATIENCE_S = 60.0
-"""So long a rank waits for what another machine has written: network file systems cache which names there are."""
+"""Seconds that a rank waits for files of another machine: network file systems cache which names there are."""
 
 Files = dict[str, tuple[int, str]]
 """File name -> (bytes, xxh3 in hexadecimal)."""
 
 
 def place_in_abandoned(path: Path) -> Path:
-    """The free path to which a folder that a run goes back from is moved: in `abandoned/` beside it, which is made."""
+    """A free path in `abandoned/`, which is made beside a folder that a run goes back from, to move it to."""
     folder, number = path.with_name(ABANDONED), 1
     folder.mkdir(exist_ok=True)
     target = folder / path.name
@@ -83,7 +83,7 @@ class Parent:
     fingerprint: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """For state.json."""
+        """The fields of state.json."""
         return {"step": self.step, "name": self.name, "fingerprint": self.fingerprint}
 
 
@@ -171,16 +171,16 @@ class Checkpoint:
         for name, (size, digest) in files.items():
             path = self.path / name
             try:
-                there = path.lstat()
+                status = path.lstat()
             except (FileNotFoundError, NotADirectoryError):
                 found.append(f"{path} is missing")
                 continue
-            if not stat.S_ISREG(there.st_mode):
+            if not stat.S_ISREG(status.st_mode):
                 found.append(
-                    f"{path} is {_KINDS.get(stat.S_IFMT(there.st_mode), 'a special file')}, not a regular file"
+                    f"{path} is {_KINDS.get(stat.S_IFMT(status.st_mode), 'a special file')}, not a regular file"
                 )
-            elif there.st_size != size:
-                found.append(f"{path} has {there.st_size:,} bytes instead of {size:,}")
+            elif status.st_size != size:
+                found.append(f"{path} has {status.st_size:,} bytes instead of {size:,}")
             elif full and (problem := changed(path, digest, advance)):
                 found.append(problem)
         return found
@@ -207,8 +207,8 @@ def changed(
         OSError: it cannot be read, and that need not be the disk's fault.
     """
     try:
-        if size is not None and (there := path.stat().st_size) != size:
-            return f"{path} has {there:,} bytes instead of {size:,}"
+        if size is not None and (found_size := path.stat().st_size) != size:
+            return f"{path} has {found_size:,} bytes instead of {size:,}"
         now = f"{file_hash(path, advance, symlinks=symlinks):016x}"
     except UserError as error:
         return str(error)

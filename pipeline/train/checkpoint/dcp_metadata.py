@@ -208,7 +208,7 @@ def parse_metadata(data: bytes, path: Path, sizes: Mapping[str, int]) -> Metadat
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No search for cycles in millions of objects that have none: it takes as long as to make them."""
+    """A context without garbage collection: to search millions of objects for cycles takes as long as to make them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -219,7 +219,7 @@ def _no_collection() -> Iterator[None]:
 
 
 def _metadata(found: Any, sizes: Mapping[str, int]) -> Metadata:
-    """From markers to what torch reads; a `ValueError` says what is wrong.
+    """The metadata that torch reads, from markers; a `ValueError` says what is wrong.
 
     Args:
         found: all of the pickle.

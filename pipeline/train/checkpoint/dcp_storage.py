@@ -224,7 +224,7 @@ def _state(model: ParallelModel, optimizers: Optimizers | None) -> State:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """No checksum by torch of each tensor: it takes as long as the disk, and the whole file has a better one."""
+    """A context without torch's checksum of each tensor, which takes as long as the disk; the file has a better one."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:

@@ -94,11 +94,11 @@ def average(
 def _chosen(run: Checkpoints, steps: Sequence[int] | None, last: int | None) -> list[Checkpoint]:
     """The checkpoints of a run that an average is of, in order of their steps."""
     if last is not None:
-        there = run.all()
-        if last > len(there):
-            have = ", ".join(str(each.step) for each in there) or "none"
-            raise UserError(f"--last is {last}, but {run.folder} has {len(there)} checkpoints (steps there: {have})")
-        steps = [each.step for each in there[-last:]]
+        existing = run.all()
+        if last > len(existing):
+            have = ", ".join(str(each.step) for each in existing) or "none"
+            raise UserError(f"--last is {last}, but {run.folder} has {len(existing)} checkpoints (steps there: {have})")
+        steps = [each.step for each in existing[-last:]]
     assert steps is not None, "one of them is given"
     return [run.at(step) for step in sorted(steps)]
 

@@ -17,7 +17,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, Files
 
 HF_CONFIG = "config.json"
-"""In the folder of a model in Hugging Face's format."""
+"""File in the folder of a model in Hugging Face's format."""
 WEIGHTS_OPTION = "--weights"
 _KEYS = ("files", "weights", "fingerprints", "run", "checkpoints")
 
@@ -57,7 +57,7 @@ class ExportedWeights:
     assumed_tokenizer: str | None = None
     """Fingerprint of the run's tokenizer, which they are evaluated with where their own is unknown."""
     step: None = None
-    """They are not those of a step of the run."""
+    """Always None: exported weights are not those of a step of the run."""
 
     @classmethod
     def open(cls, folder: Path, option: str = WEIGHTS_OPTION) -> ExportedWeights:
@@ -156,7 +156,7 @@ Evaluated = Checkpoint | ExportedWeights
 
 
 def section_of(source: Evaluated, wanted: Weights) -> Weights:
-    """`model` or `ema`: of a checkpoint the section that `eval.weights` asks for, of a folder what is in it."""
+    """Section of weights, `model` or `ema`: of a checkpoint the one in `eval.weights`, of a folder the one in it."""
     return source.section if isinstance(source, ExportedWeights) else wanted
 
 

@@ -90,7 +90,7 @@ def local_shards(model: ParallelModel) -> Iterator[tuple[str, slice, list[slice]
         assert isinstance(parameter, DTensor), name
         ranges = (local_range(parameter, dim) for dim in range(parameter.ndim))
         rows, *others = (slice(each.start, each.stop) for each in ranges)
-        local = parameter.to_local()
+        local = parameter.to_local()  # no copy: what is written to it is in the parameter
         if local.numel():
             yield name, rows, others, local
     for part in model.parts.values():

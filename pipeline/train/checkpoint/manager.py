@@ -116,14 +116,14 @@ class Checkpoints:
         Raises:
             UserError: there is none.
         """
-        found = self.latest() if step is None else self._there().get(step)
+        found = self.latest() if step is None else self._by_step().get(step)
         if found is None:
             raise self.not_there(step)
         return found
 
     def preferred(self, step: int | None) -> Checkpoint | None:
         """The checkpoint of a step if it is there, else the latest one; None in a folder without any."""
-        return (None if step is None else self._there().get(step)) or self.latest()
+        return (None if step is None else self._by_step().get(step)) or self.latest()
 
     def not_there(self, step: int | None) -> UserError:
         """The error where there is no checkpoint of a step, or none at all."""
@@ -207,7 +207,7 @@ class Checkpoints:
         """
         head = self._head(report)
         # Since it was followed it may be gone, by retention, or another one, after a rewind to before it.
-        found, again = self._there().get(step), self.was_followed(step)
+        found, again = self._by_step().get(step), self.was_followed(step)
         if head is None or (found is None and not again):
             raise self.not_there(step)
         if found is None or (again and head.step > step):
@@ -246,15 +246,15 @@ class Checkpoints:
         """The step that `latest` names, 0 if that cannot be read; and why it cannot be resumed from, if it cannot."""
         path, name = self.folder / _LATEST, self._read(_LATEST)
         if (step := step_of(name)) is not None:
-            there = (self.folder / name).is_dir()
-            return step, [] if there else [f"{path} names {name}, but {self.folder / name} is not there"]
+            is_folder = (self.folder / name).is_dir()
+            return step, [] if is_folder else [f"{path} names {name}, but {self.folder / name} is not there"]
         if name:
             return 0, [f"{path} is damaged: it says {storage.shown(name)!r}, which is not the name of a checkpoint"]
         return 0, [f"{path} is empty" if path.exists() else f"{path} is missing"]
 
     @property
     def followed_file(self) -> Path:
-        """Notes the step of `resume.from` that was followed, so that it is followed once."""
+        """File with the step of `resume.from` that was followed, so that it is followed once."""
         return self.folder / _FOLLOWED
 
     def was_followed(self, step: int) -> bool:
@@ -398,7 +398,7 @@ class Checkpoints:
         except FileNotFoundError:
             return ""
 
-    def _there(self) -> dict[int, Checkpoint]:
+    def _by_step(self) -> dict[int, Checkpoint]:
         return {checkpoint.step: checkpoint for checkpoint in self.all()}
 
     def _followed(self) -> Any:

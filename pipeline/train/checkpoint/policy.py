@@ -22,28 +22,28 @@ def is_exported(config: CheckpointConfig, step: int, total: int) -> bool:
     return config.export is not None and (step == total or step % config.export.every_steps == 0)
 
 
-def to_export(config: CheckpointConfig, steps: Collection[int], there: Collection[int], total: int) -> list[int]:
+def to_export(config: CheckpointConfig, steps: Collection[int], exported: Collection[int], total: int) -> list[int]:
     """Steps whose checkpoints are still to be exported, ascending: none that would be removed at once.
 
     Args:
         config: which ones, and how many exports stay.
         steps: of the checkpoints.
-        there: of the exports.
+        exported: steps of the exports.
         total: steps of the run.
     """
-    missing = [step for step in steps if step not in there and is_exported(config, step, total)]
-    gone = exports_to_prune(config, {*missing, *there})
+    missing = [step for step in steps if step not in exported and is_exported(config, step, total)]
+    gone = exports_to_prune(config, {*missing, *exported})
     return [step for step in sorted(missing) if step not in gone]
 
 
-def exports_to_prune(config: CheckpointConfig, there: Collection[int]) -> list[int]:
+def exports_to_prune(config: CheckpointConfig, exported: Collection[int]) -> list[int]:
     """Steps of the exports that are to be removed, ascending: all but the newest."""
     keep = None if config.export is None else config.export.keep
-    return [] if keep is None else sorted(there)[:-keep]
+    return [] if keep is None else sorted(exported)[:-keep]
 
 
 def most_exports(config: CheckpointConfig, total: int) -> int:
-    """Exports that are there at a time at most in a run of `total` steps, the one that is being written among them."""
+    """The most exports that a run of `total` steps has at a time, including the one that is being written."""
     if config.export is None:
         return 0
     everything = -(-total // config.export.every_steps)
@@ -51,7 +51,7 @@ def most_exports(config: CheckpointConfig, total: int) -> int:
 
 
 def cadences(config: CheckpointConfig) -> list[int]:
-    """Every how many steps a run saves, by each of the keys that say so."""
+    """Steps between two saves, by each of the keys that say so."""
     export = None if config.export is None else config.export.every_steps
     return [steps for steps in (config.every_steps, config.keep_every, export) if steps is not None]
 

@@ -27,7 +27,7 @@ class StateShapes(NamedTuple):
 
 
 def state_shapes(spec: DecoderSpec) -> StateShapes:
-    """Those of a model."""
+    """Shapes of the parameters and buffers of a model."""
     # Here, as commands that only read files import this module, and the model takes seconds.
     from pipeline.train.model.decoder import Decoder
     from pipeline.train.model.meta import on_meta

@@ -49,10 +49,10 @@ class WeightSource(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Stored]:
-        """By parameter name."""
+        """Stored tensors by parameter name."""
 
     def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
-        """Some of them, on the CPU; with `rows` these rows of each."""
+        """Values of some tensors, on the CPU; with `rows` these rows of each."""
 
 
 def open_weights(path: StrPath, step: int | None, weights: Weights, *, full: bool = True) -> WeightSource:
@@ -211,7 +211,7 @@ def tensors_of(path: Path, dtypes: Mapping[str, torch.dtype] = DTYPES) -> dict[s
 def read_tensors(
     folder: Path, files: Mapping[str, str], tensors: Mapping[str, Stored], rows: slice | None = None
 ) -> dict[str, Tensor]:
-    """Some tensors of files in a folder; with `rows` these rows of each."""
+    """Values of some tensors of files in a folder; with `rows` these rows of each."""
     by_file: dict[str, list[str]] = {}
     for name in tensors:
         by_file.setdefault(files[name], []).append(name)

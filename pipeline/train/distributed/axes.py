@@ -30,7 +30,7 @@ class ParallelAxis:
     traffic: Traffic
     """When it communicates: within a layer or between stages, and computing waits; or beside other layers."""
     same_losses: bool = False
-    """Its ranks compute the same losses, so that those of one of them count."""
+    """True if its ranks compute the same losses, so that those of one of them count."""
     takes_rest: bool = False
     """Degree -1 gives it all processes that the other axes leave."""
     within: tuple[AxisName, ...] = ()

@@ -115,7 +115,7 @@ def _gpu_node(index: int, system: Path) -> int | None:
 
 
 def _gpu_address(index: int) -> str:
-    """On the PCI bus, as sysfs has it."""
+    """Address of a GPU on the PCI bus, as sysfs has it."""
     gpu: Any = torch.cuda.get_device_properties(index)
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 

@@ -81,7 +81,7 @@ class Layout:
         return place
 
     def to_json(self) -> dict[str, int]:
-        """For the records of a run: the degrees, and what follows from them."""
+        """The record of a layout in the files of a run: the degrees, and what follows from them."""
         of_experts = {"ep": self.ep} if self.ep > 1 else {}
         return {**self.degrees, **of_experts, "dp": self.dp, "world_size": self.world_size}
 

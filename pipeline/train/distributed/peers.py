@@ -61,7 +61,7 @@ def watch(processes: Processes, store: Any, address: str) -> Peers | None:
 
 @dataclass
 class _Connection:
-    """One to another rank."""
+    """A connection to another rank."""
 
     name: str
     """Name that the rank gives itself; "" as long as it has not given it."""

@@ -197,14 +197,14 @@ def _listen(port: int) -> int:
 
 
 def cpu_group() -> dist.ProcessGroup:
-    """All ranks, connected by gloo also where tensors go over NCCL."""
+    """The group of all ranks over gloo, also where tensors go over NCCL."""
     group = _Joined.cpu_group or dist.group.WORLD
     assert group is not None, "join() comes first"
     return group
 
 
 def background_group() -> dist.ProcessGroup:
-    """All ranks, connected by gloo, for one thread beside the one that trains. Every rank calls this.
+    """The group of all ranks over gloo for one thread beside the one that trains. Every rank calls this.
 
     Collectives must be issued in the same order on all ranks, which two threads that share a group cannot promise.
     """
@@ -284,18 +284,18 @@ def barrier() -> None:
 
 
 def wait_for_all() -> None:
-    """`barrier` for what may take hours on one rank: the limits of the process group do not count."""
+    """Wait for all ranks, as `barrier`, where one may take hours: the limits of the process group do not count."""
     if _world() == 1:
         return
     if _Joined.store is None:  # the group was made elsewhere
         barrier()
         return
     _Joined.waits += 1
-    here = f"wait {_Joined.waits}"
-    _Joined.store.add(here, 1)
+    key = f"wait {_Joined.waits}"
+    _Joined.store.add(key, 1)
     pause = 0.01
     # Asked again and again: a wait on a store has a limit, and complains when it is reached.
-    while _Joined.store.add(here, 0) < _world():
+    while _Joined.store.add(key, 0) < _world():
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
 

@@ -22,12 +22,12 @@ from pipeline.common.errors import EXIT_OTHER, RankFailed, Stopped, UserError, e
 from pipeline.common.redaction import masked
 
 LAUNCHER = "PIPELINE_LAUNCHER"
-"""Set in the ranks that our own launcher starts: its process id."""
+"""Environment variable in the ranks that our own launcher starts: its process id."""
 STORE = "PIPELINE_STORE"
-"""Set there, too: the file through which they find one another, in a folder that only this user may enter."""
+"""Environment variable beside it: the file through which the ranks find one another, in a folder of this user alone."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 NODE_ERRORS = "PIPELINE_NODE_ERRORS"
-"""Set in the ranks that SLURM starts: one file for all of their node, to which each adds a line when it fails."""
+"""Environment variable in the ranks that SLURM starts: a file per node, to which each adds a line when it fails."""
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _PR_SET_PDEATHSIG = 1
 """prctl(2): the signal that this process gets when the thread that started it ends."""
@@ -130,7 +130,7 @@ class ErrorRecord:
     traceback: str
     """Empty where the message says it all: a `UserError`, a stop."""
     consequence: bool
-    """Another process failed first, and this one found out by it."""
+    """True if another process failed first, and this one failed because of that."""
     was_shown: bool
     """True if the rank has shown the message itself, on the terminal."""
     host: str = ""
@@ -138,7 +138,7 @@ class ErrorRecord:
 
 
 def record_error(error: BaseException, trace: str | None = None) -> None:
-    """Write what happened to the error file of this rank, if it has one and nothing is in it yet, or to its node's.
+    """Write the error to the file of this rank, if it has one that is empty, or to its node's.
 
     Args:
         error: What is about to end this process.

@@ -103,7 +103,7 @@ class Watchdog:
             self._elapsed = 0.0
 
     def pause(self) -> None:
-        """No limit until the next `phase`: for work that takes as long as it takes, like copying data."""
+        """Suspend the limit until the next `phase`: for work without a bound of time, like copying data."""
         with self._lock:
             self._phase = None
 

@@ -52,7 +52,7 @@ class Row:
 
 
 def rows(checkpoints: Checkpoints, config: CheckpointConfig) -> list[Row]:
-    """All that is there: checkpoints by step, then what was gone back from, then what is not finished."""
+    """Rows of a run folder: checkpoints by step, then abandoned ones, then unfinished ones."""
     everything, latest = checkpoints.all(), checkpoints.latest()
     chosen = best(config, validation_losses(everything, config))
     seen = [(each, _row(each, config, latest=each == latest, best=each.step in chosen)) for each in everything]

@@ -106,10 +106,10 @@ class Exporter:
 
     def _add(self, steps: Iterable[int]) -> None:
         with self._lock:
-            there = self._folders.steps()
+            exported = self._folders.steps()
             first, wanted = self._queue[:1], {*self._queue, *steps}
             self._queue = first + [
-                step for step in to_export(self._rules, wanted, there, self._total) if step not in first
+                step for step in to_export(self._rules, wanted, exported, self._total) if step not in first
             ]
             held = [step for step in self._queue[1:] if not is_permanent(self._rules, step)]
             for step in held[: 1 - _MOST_HELD]:

@@ -30,7 +30,7 @@ _PACKAGES = {
     "torchao": ("torchao.float8", "torchao", "fp8"),
     "te": ("transformer_engine.pytorch", "Transformer Engine", "te"),
 }
-"""By backend: module, name, and the extra that installs it."""
+"""Module, name, and the extra that installs it, by backend."""
 
 
 def check_fp8(config: Fp8Config, device: torch.device) -> None:

@@ -25,7 +25,7 @@ class RankMatrix:
     elements: int
     """Elements of the whole matrix."""
     eligible: bool
-    """It may be in fp8. Of heads that several processes of tp share, each has the whole weight and uses some rows."""
+    """True if it may be in fp8. Weights of heads that ranks of tp share may not: a rank has all rows and uses some."""
 
 
 def matrices_of(layer: LayerSpec, tp: int) -> list[RankMatrix]:
@@ -37,7 +37,7 @@ def matrices_of(layer: LayerSpec, tp: int) -> list[RankMatrix]:
 
 
 def fp8_matrices(config: Fp8Config, spec: DecoderSpec, tp: int) -> dict[int, list[RankMatrix]]:
-    """Those in fp8 by index of the layer; layers without any are missing."""
+    """Matrices in fp8 by index of the layer; layers without any are missing."""
     found = {}
     for index, layer in enumerate(spec.layers):
         if config.first_layers <= index < len(spec.layers) - config.last_layers:

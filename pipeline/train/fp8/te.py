@@ -73,7 +73,7 @@ def use_transformer_engine(part: Decoder, names: set[str], scaling: Recipe) -> N
 
 
 def _fp8(recipe: Any) -> AbstractContextManager[None]:
-    """Products are in fp8 within; the older name of the function says that it is deprecated, each time."""
+    """A context in which products are in fp8. The older name of the function warns each time that it is deprecated."""
     if hasattr(te, "autocast"):
         return cast(AbstractContextManager[None], te.autocast(enabled=True, recipe=recipe))
     return cast(AbstractContextManager[None], te.fp8_autocast(enabled=True, fp8_recipe=recipe))

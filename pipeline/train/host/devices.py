@@ -15,9 +15,9 @@ class Device:
     """A GPU in a node as it is usually built. Figures are stated ones but for the memory and what `measured` has."""
 
     name: str
-    """As `pipeline plan --device` takes it."""
+    """Name that `pipeline plan --device` takes."""
     memory: str
-    """As it is sold."""
+    """Memory that the vendor states, in words."""
     memory_bytes: int
     """Memory that the driver reports (`nvidia-smi`, memory.total)."""
     flops: Mapping[str, float]
@@ -153,7 +153,7 @@ _ALL = (
     ),
 )
 DEVICES: dict[str, Device] = {device.name: device for device in _ALL}
-"""By name, with assumed shares."""
+"""Devices by name, with assumed shares."""
 
 
 def calibrated(device: Device) -> Device:

@@ -34,7 +34,7 @@ class GcSchedule:
             gc.enable()
 
     def after(self, step: int) -> None:
-        """At the end of a step, counted from 1; every rank calls this for every step."""
+        """Collect garbage where it is due at the end of a step, counted from 1; every rank calls this in every step."""
         if self._first:
             gc.collect()
             gc.freeze()

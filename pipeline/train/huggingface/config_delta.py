@@ -21,7 +21,7 @@ _KEYS = {
     "value_dim": "linear_value_head_dim",
     "conv_size": "linear_conv_kernel_dim",
 }
-"""By key of `delta` that of the files."""
+"""Key of the files by key of `delta`."""
 
 
 def read_delta(source: ConfigSource, **defaults: int) -> Json:

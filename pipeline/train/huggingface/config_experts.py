@@ -84,7 +84,7 @@ def read_experts(
 
 
 def read_sparse_layers(source: ConfigSource, layers: int) -> list[bool]:
-    """For each layer whether it has experts (Qwen)."""
+    """Flags of the layers that have experts (Qwen)."""
     step, dense = source.count("decoder_sparse_step", 1, least=1), source.get("mlp_only_layers", [])
     if not isinstance(dense, list):
         source.refuse("mlp_only_layers", dense, "it must be a list of numbers of layers")
@@ -98,7 +98,7 @@ def write_sparse_layers(model: ModelConfig) -> Json:
 
 
 def has_experts(model: ModelConfig) -> list[bool]:
-    """For each layer whether it has experts."""
+    """Flags of the layers that have experts."""
     return by_layer(model, _with_experts)
 
 

@@ -16,12 +16,12 @@ from pipeline.train.huggingface.family import Need, anything, only
 MAMBA, ATTENTION = "mamba", "attention"
 """Our names of these kinds of layers, and those of Hugging Face's older files."""
 TYPES = {"linear_attention": MAMBA, "full_attention": ATTENTION, MAMBA: MAMBA, ATTENTION: ATTENTION}
-"""By type in a file the kind."""
+"""Kind by type in a file."""
 BAMBA_KEYS = {
     **{"heads": "mamba_n_heads", "head_dim": "mamba_d_head", "state_dim": "mamba_d_state", "groups": "mamba_n_groups"},
     **{"conv_size": "mamba_d_conv", "conv_bias": "mamba_conv_bias"},
 }
-"""By key of `mamba2` that of Bamba and Granite."""
+"""Key of Bamba and Granite by key of `mamba2`."""
 _DEFAULTS = {"heads": 128, "head_dim": 64, "state_dim": 128, "groups": 8, "conv_size": 4, "conv_bias": True}
 """What transformers takes where a file has none."""
 _LIMIT = "time_step_limit"

@@ -112,7 +112,7 @@ def write_rope_values(layer: ModelConfig) -> Json:
 
 
 def _parameters(source: ConfigSource, default: float, theta_key: str) -> Json:
-    """Both ways of writing it: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
+    """Parameters of rope in either form: `rope_parameters` of transformers 5, `rope_theta` and `rope_scaling` of 4."""
     theta, scaling = source.number("rope_theta"), source.object("rope_scaling")
     named = source.number(theta_key, theta)
     if theta not in (None, named):

@@ -53,7 +53,7 @@ def read_periodic(
 
 
 def write_windows(model: ModelConfig) -> Json:
-    """One window, and which layers have it (Qwen)."""
+    """Keys for one window, and for which layers have it (Qwen)."""
     windows = windows_of(model)
     window = next((each for each in windows if each is not None), None)
     return {

@@ -313,7 +313,7 @@ def _tokenizer_of(found: HuggingFaceFolder, end_of_document: str | None, weights
 def _their_tensors(
     source: WeightSource, mapping: TensorMapping, wanted: Mapping[str, Stored]
 ) -> Iterator[tuple[str, Tensor]]:
-    """In order; a group of them at a time is in memory, of stacked experts some."""
+    """Tensors of theirs in order; a group of them at a time is in memory, of stacked experts some."""
     for group in groups(wanted):
         rules = {name: mapping.theirs[name] for name in group}
         whole = {ours: source.tensors[ours] for rule in rules.values() if rule.expert is None for ours in rule.ours}
@@ -354,7 +354,7 @@ def _our_tensors(source: ForeignModel, wanted: Mapping[str, Stored]) -> Iterator
 
 
 def _add_nothing(file: Path) -> None:
-    """In training nothing is put before or after a text, like a token for its beginning: nor is it in the export."""
+    """Let an exported tokenizer add nothing before or after a text, like a token for its beginning, as in training."""
     state = read_json(file)
     found = state.get("post_processor")
     parts = (found.get("processors") or [found]) if found else []

@@ -51,7 +51,7 @@ class Family:
     """A family of models in transformers."""
 
     model_type: str
-    """As `config.json` has it."""
+    """Value of `model_type` in `config.json`."""
     architecture: str
     """Name of its class with a language-model head."""
     title: str

@@ -162,7 +162,7 @@ class ForeignModel(ABC):
         return found[theirs[0]]
 
     def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
-        """Some of ours, with `rows` these rows of each; padding of the vocabulary is 0."""
+        """Values of some tensors of ours, with `rows` these rows of each; padding of the vocabulary is 0."""
         found = {}
         for name, each in tensors.items():
             count, *others = each.shape

@@ -18,7 +18,7 @@ from pipeline.train.model.part_spec import LayerPartSpec, Side
 from pipeline.train.model.tensor_names import ExpertFiles, PartTable, RowOrder, TensorNames, named
 
 LAYER = "{i}"
-"""Stands for the number of a layer in names."""
+"""Placeholder for the number of a layer in names."""
 HEAD = "lm_head.weight"
 
 Part = LayerPartSpec | type[LayerPartSpec]
@@ -58,7 +58,7 @@ class Names:
     style: str
     """By which kinds of mixers and mlps say their own names within a layer, see `LayerPartSpec.huggingface`."""
     layer: str
-    """Before all names of a layer."""
+    """Prefix of all names of a layer."""
     before: tuple[TensorRule, ...]
     """Tensors ahead of the layers."""
     norms: Mapping[str, str | tuple[str, ...]]
@@ -152,18 +152,18 @@ class Names:
             parts: of its layer.
             head: our parameter with the weight of the head.
         """
-        there, here = self.layer.replace(LAYER, index), f"mtp.{depth}."
+        theirs, ours = self.layer.replace(LAYER, index), f"mtp.{depth}."
         (embedding,) = self.before[0].ours
         return [
-            TensorRule(f"{there}embed_tokens.weight", (embedding,), copy=True),
-            TensorRule(f"{there}enorm.weight", (f"{here}embedding_norm.weight",)),
-            TensorRule(f"{there}hnorm.weight", (f"{here}stream_norm.weight",)),
+            TensorRule(f"{theirs}embed_tokens.weight", (embedding,), copy=True),
+            TensorRule(f"{theirs}enorm.weight", (f"{ours}embedding_norm.weight",)),
+            TensorRule(f"{theirs}hnorm.weight", (f"{ours}stream_norm.weight",)),
             TensorRule(
-                f"{there}eh_proj.weight", (f"{here}of_embedding.weight", f"{here}of_stream.weight"), beside=True
+                f"{theirs}eh_proj.weight", (f"{ours}of_embedding.weight", f"{ours}of_stream.weight"), beside=True
             ),
-            *self.of_layer(index, parts, f"{here}layer."),
-            TensorRule(f"{there}shared_head.norm.weight", (f"{here}norm.weight",)),
-            TensorRule(f"{there}shared_head.head.weight", (head,), copy=True),
+            *self.of_layer(index, parts, f"{ours}layer."),
+            TensorRule(f"{theirs}shared_head.norm.weight", (f"{ours}norm.weight",)),
+            TensorRule(f"{theirs}shared_head.head.weight", (head,), copy=True),
         ]
 
     def _table(self, index: str, part: Part) -> list[TensorNames]:

@@ -195,9 +195,9 @@ class FolderTensors:
         out = torch.empty([each.stop - each.start for each in ranges], dtype=self.tensors[name].dtype)
         for piece in encoded.pieces(tuple(ranges)) if out.numel() else ():
             values, scales = encoded.decode(parts, piece)
-            here = out[tuple(_shifted(part, each.start) for part, each in zip(piece, ranges, strict=True))]
-            here.copy_(values)
-            if not here.isfinite().all():
+            target = out[tuple(_shifted(part, each.start) for part, each in zip(piece, ranges, strict=True))]
+            target.copy_(values)
+            if not target.isfinite().all():
                 self._fail(encoded.names, scales)
         return out[tuple(0 if isinstance(each, int) else slice(None) for each in index)]
 

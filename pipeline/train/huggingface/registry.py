@@ -62,4 +62,4 @@ REFUSED: dict[str, str] = {
     "qwen3_5": "it reads images, too; its text model alone is a qwen3_5_text",
     "qwen3_5_moe": "it reads images, too; its text model alone is a qwen3_5_moe_text",
 }
-"""By `model_type` why a family is not here, where there is more to say than that."""
+"""Reason why a family is missing, by its `model_type`, where there is more to say than that."""

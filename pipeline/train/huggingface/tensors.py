@@ -35,7 +35,7 @@ _MOST_EXPERTS = 2**17
 class TensorPiece:
     """A piece of one of their tensors, and how to make the piece of ours that it holds."""
 
-    there: tuple[slice | int, ...]
+    source: tuple[slice | int, ...]
     """What to read of theirs."""
     rows: RowNumbers | None
     """Rows of what was read that are ours, in our order; None: all, as they are."""
@@ -54,7 +54,7 @@ class PlacedPiece(NamedTuple):
 
     theirs: str
     piece: TensorPiece
-    here: slice | int
+    target: slice | int
     """Rows of the piece of ours, or the expert in it."""
 
 
@@ -63,20 +63,20 @@ class TensorSlice:
     """The rows of one of their tensors that are one of ours; or, of experts, those of each."""
 
     theirs: str
-    """With `EXPERT` in it where experts are numbered."""
+    """Name of their tensor, with `EXPERT` in it where experts are numbered."""
     first: int
-    """Its first row there, after transposing back and in our order."""
+    """First row in their tensor, after transposing back and in our order."""
     rows: int
-    """Its rows there; the rest of ours is padding of the vocabulary."""
+    """Rows in their tensor; the rest of ours is padding of the vocabulary."""
     transposed: bool
     back: Callable[[], RowNumbers] | None = None
-    """For each of the rows in our order the row there; None: they are in our order."""
+    """Row in their tensor for each row in our order; None: the order is the same."""
     unit_dims: tuple[int, ...] = ()
     """See `TensorRule`."""
     experts: ExpertFiles | None = None
     """Ours has a dimension of experts before the rows."""
     column: int | None = None
-    """Its first column there, where ours are beside each other."""
+    """First column in their tensor, where ours are beside each other."""
 
     def pieces(self, rows: slice, *others: slice) -> Iterator[PlacedPiece]:
         """Pieces of theirs that together are these rows and columns of ours; none where all are padding.
@@ -93,7 +93,7 @@ class TensorSlice:
         piece = self.cut(*others)
         assert piece is not None
         for expert in range(rows.start, rows.stop):
-            own = replace(piece, there=(expert, *piece.there)) if self.experts == "stacked" else piece
+            own = replace(piece, source=(expert, *piece.source)) if self.experts == "stacked" else piece
             yield PlacedPiece(self.name_of(expert), own, expert - rows.start)
 
     def name_of(self, expert: int) -> str:
@@ -112,15 +112,15 @@ class TensorSlice:
         start, stop = min(rows.start, self.rows), min(rows.stop, self.rows)
         if stop <= start:
             return None
-        there, wanted = slice(self.first + start, self.first + stop), None
+        source, wanted = slice(self.first + start, self.first + stop), None
         if self.back is not None:
-            wanted = self.back()[there]
-            there = slice(int(wanted.min()), int(wanted.max()) + 1)
-            wanted = wanted - there.start
+            wanted = self.back()[source]
+            source = slice(int(wanted.min()), int(wanted.max()) + 1)
+            wanted = wanted - source.start
         if self.column is not None:
             (columns,) = others
             others = (slice(self.column + columns.start, self.column + columns.stop),)
-        found = _with_units((there, *others), self.unit_dims, slice(0, 1))
+        found = _with_units((source, *others), self.unit_dims, slice(0, 1))
         return TensorPiece(found[::-1] if self.transposed else found, wanted, self.transposed, self.unit_dims)
 
 
@@ -135,9 +135,9 @@ class TensorMapping:
     """Name -> where it is."""
     our_shapes: dict[str, Shape]
     buffers: frozenset[str] = field(default_factory=frozenset)
-    """Those of ours that are buffers; they stay in fp32, whatever the weights are."""
+    """Names of our buffers, which stay in fp32, whatever the weights are."""
     fp32: frozenset[str] = field(default_factory=frozenset)
-    """Those of ours that are computed with in fp32, whatever the weights are."""
+    """Names of our parameters that are computed with in fp32, whatever the weights are."""
 
     @property
     def uncast(self) -> frozenset[str]:
@@ -175,7 +175,7 @@ class TensorMapping:
         shape = self.our_shapes[name]
         found: Tensor | None = None
         for tensor, piece, here in self.ours[name].pieces(*(slice(0, size) for size in shape)):
-            value = piece.of(theirs[tensor][piece.there])
+            value = piece.of(theirs[tensor][piece.source])
             found = value.new_zeros(shape) if found is None else found
             found[here] = value
         assert found is not None

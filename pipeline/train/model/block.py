@@ -18,6 +18,7 @@ from pipeline.train.model.norm import build_norm
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.model.plugins.parts import check_module
 from pipeline.train.model.recompute import Recompute
+from pipeline.train.model.states import States
 
 if TYPE_CHECKING:
     from pipeline.train.model.mixers.attention.cross_module import CrossAttention
@@ -66,7 +67,9 @@ class Block(nn.Module):
 
     def forward(self, x_BSD: Tensor, context: LayerContext) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        if self.spec.side is not None and context.states is not None and self._rests(x_BSD, context):
+        if context.states is not None and self._skips(context):
+            if self.spec.side == "decoder":
+                self._hold_cross_states(x_BSD, context.states)
             return x_BSD
         for unit in self._fp32_vectors:
             unit()
@@ -94,17 +97,17 @@ class Block(nn.Module):
             return x_BSD
         return x_BSD[:, :encoder] if self.spec.side == "encoder" else x_BSD[:, encoder:]
 
-    def _rests(self, x_BSD: Tensor, context: LayerContext) -> bool:
-        """True if a pass with states is the other side's; a decoder's layer then holds keys and values."""
-        if self.spec.side == "encoder" or not context.encoder:
-            return self.spec.side == "encoder" and not context.encoder
-        assert context.states is not None
+    def _skips(self, context: LayerContext) -> bool:
+        """True if a pass with states belongs to the other side of an encoder-decoder: it has one side at a time."""
+        return self.spec.side is not None and (self.spec.side == "encoder") != bool(context.encoder)
+
+    def _hold_cross_states(self, x_BSD: Tensor, states: States) -> None:
+        """Keep the keys and values that this decoder's layer makes of the encoder's output, for later passes."""
         keys, values = cast("CrossAttention", self.get_submodule("cross")).keys_values(x_BSD)
-        context.states.cross[self.index].hold(keys, values)
-        return True
+        states.cross[self.index].hold(keys, values)
 
     def compute(self, x_BSD: Tensor, context: LayerContext) -> tuple[Any, list[Attended]]:
-        """The output, and what there is to watch if somebody does; of a layer in pieces, of its first piece."""
+        """Compute the layer, or its first piece if it is in pieces: output, and attention for an observer."""
         compute = self._first_piece if self.in_pieces else self._compute
         if self.recompute is None or not self._trains or (self.in_pieces and self.recompute.keep is None):
             return compute(x_BSD, context)
@@ -115,7 +118,7 @@ class Block(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def _trained(self, compute: Compute) -> Compute:
-        """`compute`, or in a training pass what was compiled in its place, if it was."""
+        """The compiled form of `compute` in a training pass if there is one, else `compute`."""
         return self.compiled if self._trains and self.compiled is not None else compute
 
     def _in_pieces(self, x_BSD: Tensor, context: LayerContext) -> tuple[Tensor, list[Attended], list[Routed]]:
@@ -182,7 +185,7 @@ class Block(nn.Module):
         return x_BSD + self._scaled(branches_BSD), attended
 
     def _mixed(self, input_BSD: Tensor, context: LayerContext, attended: list[Attended]) -> Tensor:
-        """Output of the mixer; notes what there is to watch."""
+        """Output of the mixer. Adds what an observer sees."""
         state = None if context.states is None or context.encoder else context.states.layers[self.index]
         if context.observer is not None:
             context = replace(context, observer=_Recorder(attended))
@@ -211,7 +214,7 @@ class Block(nn.Module):
 
 
 class _Recorder:
-    """Stands in for an `ActivationObserver` while a layer computes, and notes what it is shown."""
+    """An `ActivationObserver` for the time in which a layer computes: notes what it is shown."""
 
     def __init__(self, attended: list[Attended]) -> None:
         self._attended = attended

@@ -107,7 +107,7 @@ class DecoderSpec:
 
     @property
     def relatives(self) -> dict[str, RelativeSpec]:
-        """By side, relative positions of its layers."""
+        """Relative positions of layers, by side."""
         found = [layer.mixer.relative for layer in self.layers if layer.mixer is not None]
         return {each.side: each for each in found if each is not None}
 
@@ -141,12 +141,12 @@ class DecoderSpec:
 
     @property
     def period(self) -> int:
-        """Layers after which the kinds repeat, but for the norm of the first; all of them where they do not."""
+        """Layers after which the kinds repeat, but for the norm of the first; all layers where they do not."""
         return period_of([replace(self.layers[0], input_norm=True), *self.layers[1:]])
 
 
 def period_of(items: Sequence[object]) -> int:
-    """Number of items after which they repeat; all of them where they do not."""
+    """Number of items after which a sequence repeats itself; its length where it does not."""
     return next(step for step in range(1, len(items) + 1) if items[step:] == items[: len(items) - step])
 
 
@@ -157,12 +157,12 @@ MIXERS: dict[str, Callable[[ModelConfig, LayerConfig], MixerSpec]] = {
     "gated_delta": DeltaSpec.of,
     "kda": KdaSpec.of,
 }
-"""By value of `model.mixer`, what makes the spec of the mixer."""
+"""Constructors of mixer specs, by value of `model.mixer`."""
 MLPS: dict[str, Callable[[ModelConfig, LayerConfig], LayerPartSpec]] = {
     **dict.fromkeys(get_args(DenseKind), MlpSpec.of),
     "experts": ExpertsSpec.of,
 }
-"""By value of `model.mlp`, what makes the spec of the mlp."""
+"""Constructors of mlp specs, by value of `model.mlp`."""
 
 
 def layer_specs(config: ModelConfig) -> tuple[LayerSpec, ...]:

@@ -24,7 +24,7 @@ from pipeline.train.model.states import MixerState, Places, States
 
 
 class ActivationObserver(Protocol):
-    """Is shown what a forward pass computes in its layers, and changes nothing of it."""
+    """An observer of what a forward pass computes in its layers; it changes nothing of it."""
 
     def attention(self, mixer: nn.Module, q_BSHE: Tensor, k_BTKE: Tensor, mask: AttentionMask, scale: float) -> None:
         """Queries and keys as they are multiplied, which keys a query sees, and the factor on the products."""
@@ -34,7 +34,7 @@ class ActivationObserver(Protocol):
 
 
 RoutingObserver = Callable[[int, Routed], None]
-"""Is shown the index of a layer and what its tokens chose in a forward pass."""
+"""An observer of routers: gets the index of a layer and what its tokens chose in a forward pass."""
 
 
 @dataclass(frozen=True)

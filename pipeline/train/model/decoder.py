@@ -53,7 +53,7 @@ class ModelPart:
 
     @classmethod
     def whole(cls, spec: DecoderSpec) -> ModelPart:
-        """All of a decoder."""
+        """The part that is a whole decoder."""
         return cls(range(len(spec.layers)), first=True, last=True)
 
     def blocks(self, spec: DecoderSpec) -> list[tuple[int, LayerSpec]]:
@@ -62,7 +62,7 @@ class ModelPart:
         return [*blocks, *enumerate((each.layer for each in spec.mtp), len(spec.layers))] if self.last else blocks
 
     def relatives(self, spec: DecoderSpec) -> dict[str, RelativeSpec]:
-        """By side, relative positions that its layers use."""
+        """Relative positions that its layers use, by side."""
         sides = {spec.layers[index].side for index in self.layers}
         return {side: each for side, each in spec.relatives.items() if side in sides}
 
@@ -289,7 +289,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         rows: int,
     ) -> dict[int, LayerContext]:
-        """By the identity of a mixer the context of the layers of a side that have it: those of a kind share one.
+        """Contexts of the layers of a side, by the identity of their mixer: layers of a kind share one.
 
         Args:
             stretch: Their side.
@@ -312,7 +312,7 @@ class Decoder(nn.Module):
             assert common.cut is None, "states hold whole texts"
             seen = {each: replace(common, mask=_mask_of_states(places, *each, device)) for each in demands}
         else:
-            seen = {each: self._look(common, stretch, *each, rows, device) for each in demands}
+            seen = {each: self._sight(common, stretch, *each, rows, device) for each in demands}
         pieces = None
         if places is None and any(mixer.recurrent for mixer in different.values()):
             pieces = SequencePieces.of(stretch.length, common.bounds_BS, common.cut)
@@ -323,7 +323,7 @@ class Decoder(nn.Module):
         biases = self._biases(different.values(), queries, stretch.length if places is None else places.keys)
         cross = None
         if any(layer.cross is not None for layer in layers):
-            cross = self._look_across(common, stretch, first, rows, device)
+            cross = self._cross_sight(common, stretch, first, rows, device)
         contexts = {id(None): common}
         for key, mixer in different.items():
             use, rope = uses[key], mixer.rope
@@ -354,7 +354,7 @@ class Decoder(nn.Module):
             positions_1S = torch.cat([self.stream_shard(side) for side in sides], dim=1)
         return self._dropout_places.draw(dropout, positions_1S[0])
 
-    def _look(
+    def _sight(
         self, context: LayerContext, stretch: SideSpan, reach: Reach, biased: bool, samples: int, device: torch.device
     ) -> LayerContext:
         """A context with what queries see that reach so far, and what the kernel prepares for it."""
@@ -365,7 +365,7 @@ class Decoder(nn.Module):
         prepared = tuple(self._prepared(kernel, sight) for sight in sights)
         return replace(context, kernel=kernel, sights=sights, prepared=prepared)
 
-    def _look_across(
+    def _cross_sight(
         self, context: LayerContext, stretch: SideSpan, encoder: SideSpan, samples: int, device: torch.device
     ) -> LayerContext:
         """A context of the decoder's queries that look at the encoder's positions."""

@@ -91,7 +91,7 @@ class DropoutPlaces:
 
 
 def dropped(x_BSD: Tensor, place: str, dropout: PlacedDropout | None) -> Tensor:
-    """`x` with the elements that are dropped at a place; all of it without dropout."""
+    """Tensor `x` without the elements that are dropped at a place; `x` itself without dropout."""
     if dropout is None:
         return x_BSD
     keep_BSD = keep_mask(dropout.words_2B[place], dropout.positions_S, x_BSD.shape[-1], dropout.rate)

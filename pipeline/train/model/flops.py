@@ -77,7 +77,7 @@ def layer_flops(layer: LayerSpec, length: Length, *, causal: bool) -> float:
 
 
 def product_flops(layer: LayerSpec, length: Length) -> float:
-    """Those of them that are products with matrices, of a layer of an encoder-decoder."""
+    """FLOPs of a position in products with matrices, of a layer of an encoder-decoder; see `layer_flops`."""
     shape = shape_of(length)
     own = side_length(layer, length)
     total = sum(matrix.elements * (shape.encoder if matrix.of_encoder else own) for matrix in layer.matrices.values())
@@ -85,12 +85,12 @@ def product_flops(layer: LayerSpec, length: Length) -> float:
 
 
 def expert_flops(layer: LayerSpec) -> float:
-    """Those of them that are products of experts."""
+    """FLOPs of a position in products of experts, see `layer_flops`."""
     return 2.0 * sum(stack.used_elements for stack in layer.stacks.values())
 
 
 def extra_flops(layer: LayerSpec, length: Length, *, causal: bool) -> float:
-    """Those of them that are not products with weights, as scores of attention and their sum over values."""
+    """FLOPs of a position in products without weights, as scores of attention and their sum over values."""
     own = side_length(layer, length)
     if layer.side is None:
         return sum(part.extra_flops(own, causal=causal) for part in layer.parts.values())
@@ -131,7 +131,7 @@ def mtp_parameters(mtp: MtpSpec, tp: int = 1) -> int:
 
 
 def input_parameters(mtp: MtpSpec) -> int:
-    """Those of them that are not in the block: two matrices and three norms, whole on each rank of the tp axis."""
+    """Parameters of a depth outside of its block: two matrices and three norms, whole on each rank of the tp axis."""
     return sum(matrix.elements for matrix in mtp.inputs) + sum(mtp.norm_sizes)
 
 
@@ -153,7 +153,7 @@ def expert_parameters(layer: LayerSpec, ranks: int = 1) -> int:
 
 
 def muon_parameters(layer: LayerSpec, tp: int = 1) -> int:
-    """Those of `layer_parameters` that Muon may have: in matrices, those of experts among them."""
+    """Parameters of a layer, see `layer_parameters`, that Muon may have: those in matrices, also of experts."""
     experts = sum(stack.elements for stack in layer.stacks.values()) // tp
     return sum(matrix.parameters(tp) for matrix in layer.matrices.values() if matrix.takes_muon) + experts
 
@@ -165,7 +165,7 @@ def orthogonal_flops(layer: LayerSpec, steps: int) -> list[float]:
 
 
 def expert_orthogonal_flops(layer: LayerSpec, steps: int, shards: int) -> float:
-    """FLOPs of the same for experts, on the process with the most of them, if they are dealt to N = `shards`."""
+    """FLOPs of Newton-Schulz iterations for experts, on the process with the most experts of N = `shards`."""
     stacks = layer.stacks.values()
     return sum(-(-each.count // shards) * _orthogonal_flops(each.rows, each.columns, steps) for each in stacks)
 

@@ -1,4 +1,4 @@
-"""From the residual stream to logits, or to the loss."""
+"""The head: from the residual stream to logits, or to the loss."""
 
 from __future__ import annotations
 

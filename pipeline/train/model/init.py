@@ -45,7 +45,7 @@ def init_weights(model: nn.Module, spec: DecoderSpec, init: InitConfig, seed: in
         seed: The run's seed.
     """
     for buffer in model.buffers():
-        buffer.zero_()
+        buffer.zero_()  # `to_empty` has given it memory and no values
     for name, parameter in model.named_parameters():
         # Not by `normal_` of a DTensor: under `fully_shard` ranks would draw the same numbers for different shards.
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data

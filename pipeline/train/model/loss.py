@@ -20,7 +20,7 @@ class VocabShard:
     """The columns of the logits that a rank has, and the ranks that have the others."""
 
     group: dist.ProcessGroup
-    """Its ranks have all columns between them, each one once."""
+    """Ranks that have all columns between them, each one once."""
     first: int
     """Token id of this rank's first column."""
 

@@ -86,7 +86,7 @@ def losses_of_all(
 
 
 def joined(*tensors: Tensor) -> list[Tensor]:
-    """Tensors whose gradients are passed on when those of all are there.
+    """Tensors that are tied together: their gradients are passed on when all of them are there.
 
     A schedule that splits backward passes begins the gradient of a parameter where its paths meet those of the stage's
     input. The embedding would meet them in each depth, one after the other, and torch would go through all between

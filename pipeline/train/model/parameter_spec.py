@@ -42,17 +42,17 @@ class Matrix:
     heads: int | None = None
     """Number of heads in the rows; several tp ranks may share one head. None: tp divides the rows."""
     to_residual: bool = False
-    """Its result is added to the residual stream, and nothing else reads it."""
+    """True if its result is added to the residual stream, and nothing else reads it."""
     feeds_rate: bool = False
-    """Its result becomes a rate of a state: of decay, a step of time, or the share of an old value that is replaced.
-    An error of rounding there grows with each position, and its rows are no map between spaces, so neither fp8 nor Muon
-    has it."""
+    """True if its result becomes a rate of a state: of decay, a step of time, or the share of an old value that is
+    replaced. An error of rounding there grows with each position, and its rows are no map between spaces, so neither
+    fp8 nor Muon has it."""
     fp8: bool = True
     """The product may be in fp8; see `takes_fp8`."""
     of_whole: bool = False
-    """Its input comes from a `whole` matrix, so that each rank keeps its part of the gradient of that."""
+    """True if its input comes from a `whole` matrix, so that each rank keeps its part of the gradient of that."""
     of_encoder: bool = False
-    """In a decoder's layer, it multiplies the encoder's positions."""
+    """True if it multiplies the encoder's positions, in a decoder's layer."""
     input_key: str | None = None
     """Key below `model:` that gives `columns`, of a size that need not grow with the width of the model: a rank, the
     hidden size of an expert. muP asks whether it does (`init.mup_fixed`). None: it grows."""
@@ -114,13 +114,13 @@ class Stack:
     count: int
     """Experts."""
     used: int
-    """Those that a token is multiplied with."""
+    """Experts that a token is multiplied with."""
     rows: int
     """Outputs of one."""
     columns: int
     """Inputs of one."""
     bias: bool = False
-    """Each has a bias; `bias_name` is a parameter [count, rows]."""
+    """True if each has a bias; `bias_name` is a parameter [count, rows]."""
     to_residual: bool = False
     """See `Matrix`."""
     input_key: str | None = None

@@ -57,7 +57,7 @@ class Division:
     """Things of which each rank of tp has equally many: heads, hidden units."""
 
     key: str
-    """In the `model:` section, for messages."""
+    """Key in the `model:` section, for messages."""
     size: int
     """Number of things."""
     shared_by: int | None = None
@@ -87,7 +87,7 @@ class CpTransfer:
     least_piece: int = 0
     """Positions that each piece of a sequence must have at least."""
     least_key: str = ""
-    """In the `model:` section, for messages: the key that this follows from."""
+    """Key in the `model:` section that this follows from, for messages."""
 
     @property
     def gathers(self) -> bool:
@@ -141,7 +141,7 @@ class KernelUse:
     soft_cap: float | None = None
     """Scores become cap * tanh(scores / cap) before the mask."""
     sinks: bool = False
-    """Each head has a logit that takes probability and gives no value."""
+    """True if each head has a logit that takes probability and gives no value."""
     bias: bool = False
     """The products have a bias with a gradient."""
     size_key: str = "model.head_dim"
@@ -204,7 +204,7 @@ class LayerPartSpec(ABC):
     @cached_property
     @abstractmethod
     def matrices(self) -> tuple[Matrix, ...]:
-        """In the order of the forward pass."""
+        """Matrices in the order of the forward pass."""
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
@@ -227,7 +227,7 @@ class LayerPartSpec(ABC):
         return ()
 
     def fp32_sizes(self, tp: int) -> tuple[int, ...]:
-        """Parameters of each of them on one rank of tp."""
+        """Parameters of each of `fp32_modules` on one rank of tp."""
         vectors = [(vector.name.rpartition(".")[0], vector.parameters(tp)) for vector in self.vectors]
         return tuple(sum(size for module, size in vectors if module == name) for name in self.fp32_modules)
 
@@ -303,7 +303,7 @@ class LayerPartSpec(ABC):
         return self.matrix_parameters(tp) + biases + norms + vectors + self.stack_parameters(tp)
 
     def matrix_parameters(self, tp: int = 1) -> int:
-        """Those of them that are in matrices."""
+        """Parameters in matrices on one rank of tp."""
         return sum(matrix.parameters(tp) for matrix in self.matrices)
 
     def stack_parameters(self, tp: int = 1) -> int:
@@ -387,11 +387,11 @@ class LayerSpec:
     cross: MixerSpec | None = None
     """Attention of a decoder's layer to the encoder's positions."""
     ends_encoder: bool = False
-    """It is the encoder's last one, with the norm `encoder_norm` on the stream after it."""
+    """True for the encoder's last one, with the norm `encoder_norm` on the stream after it."""
 
     @cached_property
     def parts(self) -> dict[str, LayerPartSpec]:
-        """By name of the module, in the order of the forward pass."""
+        """Parts by name of the module, in the order of the forward pass."""
         all_parts = {"mixer": self.mixer, "cross": self.cross, "mlp": self.mlp}
         return {place: part for place, part in all_parts.items() if part is not None}
 
@@ -414,12 +414,12 @@ class LayerSpec:
 
     @cached_property
     def matrices(self) -> dict[str, Matrix]:
-        """By name of the module within the layer, in the order of the forward pass."""
+        """Matrices by name of the module within the layer, in the order of the forward pass."""
         return {f"{place}.{each.name}": each for place, part in self.parts.items() for each in part.matrices}
 
     @cached_property
     def stacks(self) -> dict[str, Stack]:
-        """By name of the parameter within the layer."""
+        """Stacks by name of the parameter within the layer."""
         return {f"{place}.{each.name}": each for place, part in self.parts.items() for each in part.stacks}
 
     @cached_property

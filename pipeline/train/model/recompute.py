@@ -54,7 +54,7 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
         _collectives.all_to_all_single.default,
     ),
 }
-"""By name in `train.recompute.keep`, operations whose results are kept: kernels of CPU and GPU, beneath autograd."""
+"""Operations whose results are kept, by name in `train.recompute.keep`: kernels of CPU and GPU, beneath autograd."""
 _PRODUCTS = frozenset(OPERATIONS["matmul"])
 _SUMS = frozenset((_collectives.reduce_scatter_tensor.default, _collectives.all_reduce.default))
 
@@ -101,7 +101,7 @@ class Recompute:
                 from pipeline.train.model.kernels.flex import OPERATION
 
                 keep.add(OPERATION)
-        return cls(_one(frozenset(keep)), _one(frozenset(needless)), sums - 1 if spec.ends_in_sum else None)
+        return cls(_interned(frozenset(keep)), _interned(frozenset(needless)), sums - 1 if spec.ends_in_sum else None)
 
     @classmethod
     def of_experts(cls, config: RecomputeConfig, index: int, spec: LayerSpec) -> Recompute | None:
@@ -118,10 +118,10 @@ class Recompute:
         if "matmul" not in config.keep:
             return cls(None)
         # What follows the last product is added up, after a bias perhaps.
-        return cls(_one(frozenset(grouped.OPERATIONS)), _one(frozenset((len(spec.stacks) - 1,))))
+        return cls(_interned(frozenset(grouped.OPERATIONS)), _interned(frozenset((len(spec.stacks) - 1,))))
 
     def __call__(self, compute: Callable[[Tensor], Result], x: Tensor) -> Result:
-        """`compute(x)`, which must do the same each time it is called and change nothing outside."""
+        """Call `compute(x)`, which must do the same each time it is called and change nothing outside."""
         how: dict[str, Any] = {}
         if self.keep is not None:
             how["context_fn"] = partial(_contexts, self.keep, self.needless, self.last_sum)
@@ -140,13 +140,13 @@ class Recompute:
 
 
 @cache
-def _one(of: frozenset[Any]) -> frozenset[Any]:
+def _interned(of: frozenset[Any]) -> frozenset[Any]:
     """One object for equal sets: code is compiled for the object itself, and equal layers are to share it."""
     return of
 
 
 def _contexts(keep: frozenset[Any], needless: frozenset[int], last_sum: int | None) -> Any:
-    """For a pass and its repetition; a compiler follows into functions of a module alone."""
+    """Contexts of a pass and its repetition. Not a method, as a compiler follows into functions of a module alone."""
     return create_selective_checkpoint_contexts(_Policy(keep, needless, last_sum))  # type: ignore[no-untyped-call]
 
 

@@ -26,10 +26,10 @@ class SideSpan:
     side: Side | None
     """None: all of the sequence, of a model without sides."""
     first: int
-    """In the sequence."""
+    """First position in the sequence."""
     length: int
     documents: Documents | None
-    """Those of this side, counted from its first position."""
+    """Documents of this side, counted from its first position."""
 
     def positions(self, device: torch.device) -> Tensor:
         """Positions of the tokens in their document or in this side, [1 or B, length]."""

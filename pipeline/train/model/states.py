@@ -113,7 +113,7 @@ class EncoderCache(KVCache):
     """Keys and values of an encoder's positions, all of which come at once."""
 
     def hold(self, keys_BTKE: Tensor, values_BTKV: Tensor) -> None:
-        """Set those of all rows; what is padding after a row is never seen."""
+        """Set the keys and values of all rows; what is padding after a row is never seen."""
         self._memory = (keys_BTKE, values_BTKV)
 
     def held(self, rows: int, positions: int) -> tuple[Tensor, Tensor]:

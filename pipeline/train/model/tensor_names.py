@@ -36,10 +36,10 @@ class RowOrder:
 
 @lru_cache(maxsize=64)  # layers share their specs
 def _numbers(order: RowOrder, part: Any) -> tuple[RowNumbers, RowNumbers]:
-    there = order.rows(part)
-    back = np.empty_like(there)
-    back[there] = np.arange(len(there))
-    return there, back
+    ours = order.rows(part)
+    theirs = np.empty_like(ours)
+    theirs[ours] = np.arange(len(ours))
+    return ours, theirs
 
 
 def by_group(groups: int, *sizes: int) -> RowNumbers:
@@ -75,7 +75,7 @@ ExpertFiles = Literal["numbered", "stacked"]
 """How files have the matrices of experts, which are one parameter [experts, ...] here: each is a tensor with its number
 in the name, or a tensor has all of them, too."""
 EXPERT = "{e}"
-"""Stands for the number of an expert in names."""
+"""Placeholder for the number of an expert in names."""
 
 
 @dataclass(frozen=True)

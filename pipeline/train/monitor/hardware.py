@@ -65,7 +65,7 @@ class Rise:
     """A counter of a node that rose."""
 
     time: float
-    """In seconds since 1970."""
+    """Time of the sample, in seconds since 1970."""
     attempt: int
     host: str
     counter: str

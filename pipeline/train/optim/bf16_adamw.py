@@ -48,7 +48,8 @@ class StatesOptimizer(torch.optim.Optimizer):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        # Kept from torch, which would make all of them what the parameters are: fp32, beside those that there are.
+        # Kept from torch, which casts each state of floating point to the type of its parameter, here fp32, and has
+        # both copies in memory meanwhile.
         given = state_dict["state"]
         rest = {
             place: {name: value for name, value in values.items() if name not in self._states}
@@ -62,7 +63,7 @@ class StatesOptimizer(torch.optim.Optimizer):
             }
 
     def _parameters(self) -> Iterator[nn.Parameter]:
-        """In the order of their groups, which that of `state` need not be."""
+        """Parameters in the order of their groups; that of `state` may be another one."""
         for group in self.param_groups:
             yield from group["params"]
 

@@ -28,7 +28,7 @@ class Gradients:
         self._counted = {name: p for name, p in model.named_parameters() if _owns(p) and id(p) not in elsewhere}
 
     def sum_tied(self) -> None:
-        """Add up the gradients of tables that several stages have copies of."""
+        """Add up the gradients of tables that several stages have copies of; comes before norm and clipping."""
         if self._tied is not None:
             self._tied.sum_gradients()
 

@@ -30,7 +30,7 @@ class LossScale:
         self._good = self._good.masked_fill(grows, 0)
 
     def state(self) -> dict[str, float]:
-        """For the checkpoint."""
+        """Scale and counter, for the checkpoint."""
         return {"scale": self.scale.item(), "good_steps": self._good.item()}
 
     def load(self, state: dict[str, float]) -> None:

@@ -190,7 +190,7 @@ class Owners:
 
 
 def _key(parameter: DTensor) -> tuple[object, ...]:
-    """Key of a parameter, which others with the same cut share, as those of other layers."""
+    """Key of a parameter's cut, which equal parameters of other layers share."""
     return parameter.shape, parameter.device_mesh, parameter.placements
 
 

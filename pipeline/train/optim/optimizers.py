@@ -22,7 +22,7 @@ from pipeline.train.torch_compat.core import guard_optimizer_step
 
 
 class Optimizers:
-    """Those of each part of the model that this process has, as if they were one.
+    """Optimizers of all parts of the model that this process has, as if they were one.
 
     AdamW has all parameters, or with `type: muon` all but the matrices of layers.
     """

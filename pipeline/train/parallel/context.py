@@ -9,6 +9,8 @@ All of a layer but attention works on single tokens, and so on the share alone. 
 - `ExchangedHeads` trades the share of all heads for some heads of the whole sequence (DeepSpeed-Ulysses, Jacobs et al.
   2023). It sends less the more ranks there are, and takes no more of them than there are heads.
 
+torch's own `context_parallel` is not used: in 2.11 and 2.13 DTensor has no rule for the attention of CPUs.
+
 Shapes: B batch, S positions of the sequence, L = S / cp those of a rank, H query heads, K key and value heads, E head
 size, V size of a value head, P pieces that the queries are cut into, C = L / P positions of one.
 """
@@ -65,7 +67,7 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
 
 
 def _own_predicted(predicted_BK: Tensor, length: int, cut: SequenceCut) -> Tensor:
-    """Those of the predicted positions that are in this rank's share, as positions of it; on the host.
+    """Predicted positions in this rank's share, as positions of it; on the host.
 
     Ranks have unequal numbers of them. Rows with fewer than others are filled up with positions that do not count; one
     with none too, so that every rank has something to differentiate.
@@ -292,7 +294,7 @@ class ExchangedHeads(_ContextAxis):
 
 
 class _Exchange(torch.autograd.Function):
-    """From shares of the sequence to shares of the heads, `ExchangedHeads.to_heads`, or back; backward reverses it."""
+    """Exchange of shares of the sequence for shares of the heads (`to_heads`), or back; backward reverses it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cut: ExchangedHeads, to_heads: bool) -> Tensor:

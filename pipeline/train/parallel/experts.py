@@ -40,6 +40,7 @@ def deal_experts(part: Decoder, mesh: DeviceMesh) -> None:
     for mixture in mixtures(part):
         assert mixture.spec.router.count % mesh.size() == 0, (mixture.spec, mesh.size())
         for name, parameter in list(mixture.experts.named_parameters()):
+            # src_data_rank=None: nothing is sent, each rank takes its experts of what it has (here meta tensors).
             dealt = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             mixture.experts.register_parameter(name, nn.Parameter(dealt))
         mixture.exchange = AllToAll(mesh.get_group())
@@ -76,19 +77,20 @@ class AllToAll:
 
     def sizes(self, counts_E: Tensor, rows: int) -> Sizes:
         """See `Exchange`."""
-        go_PE = counts_E.view(self.group.size(), -1)
-        come_PE = all_to_all(go_PE, self.group)
-        go, come = torch.stack((go_PE.sum(1), come_PE.sum(1))).tolist()
-        ranks, own = come_PE.shape
+        sent_PE = counts_E.view(self.group.size(), -1)
+        received_PE = all_to_all(sent_PE, self.group)
+        go, come = torch.stack((sent_PE.sum(1), received_PE.sum(1))).tolist()
+        ranks, own = received_PE.shape
         experts_M = torch.arange(own, device=counts_E.device).repeat(ranks)
-        experts_M = experts_M.repeat_interleave(come_PE.flatten(), output_size=sum(come))
+        experts_M = experts_M.repeat_interleave(received_PE.flatten(), output_size=sum(come))
+        # Stable, so that the rows of an expert stay in the order of ranks, and sums over them the same each time.
         order_M = torch.sort(experts_M, stable=True).indices
         inverse_M = torch.empty_like(order_M).scatter_(0, order_M, torch.arange(sum(come), device=order_M.device))
-        return RowCounts(come_PE.sum(0).cumsum(0).int(), sum(come), go, come, order_M, inverse_M)
+        return RowCounts(received_PE.sum(0).cumsum(0).int(), sum(come), go, come, order_M, inverse_M)
 
-    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
+    def send(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
         """See `Exchange`: both in one collective."""
-        return _There.apply(rows_ND, gates_N, sizes, self.group)  # type: ignore[no-untyped-call]
+        return _Send.apply(rows_ND, gates_N, sizes, self.group)  # type: ignore[no-untyped-call]
 
     def arrived(self, sent: Any, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """See `Exchange`."""
@@ -96,11 +98,11 @@ class AllToAll:
         rows_MD, gates_M = _Unpacked.apply(sent, sizes)  # type: ignore[no-untyped-call]
         return rows_MD, gates_M
 
-    def back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
+    def send_back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
         """See `Exchange`."""
         numbers = cast(RowCounts, sizes)
         by_rank_MD = permuted(rows_ND, numbers.inverse_M, numbers.order_M)
-        return cast(Tensor, _Back.apply(by_rank_MD, numbers, self.group))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _SendBack.apply(by_rank_MD, numbers, self.group))  # type: ignore[no-untyped-call]
 
 
 def _packed(rows_ND: Tensor, numbers_N: Tensor) -> Tensor:
@@ -110,10 +112,11 @@ def _packed(rows_ND: Tensor, numbers_N: Tensor) -> Tensor:
 
 def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
     columns = torch.float32.itemsize // packed.element_size()
+    # Contiguous, since bytes can be read as another type only where they lie next to each other.
     return packed[:, :-columns], packed[:, -columns:].contiguous().view(torch.float32)[:, 0]
 
 
-class _There(torch.autograd.Function):
+class _Send(torch.autograd.Function):
     """Rows and weights to the ranks that have their experts, packed; backward sends the gradients of both back."""
 
     @staticmethod
@@ -143,7 +146,7 @@ class _Unpacked(torch.autograd.Function):
         return _packed(*gradients).index_select(0, ctx.numbers.inverse_M), None
 
 
-class _Back(torch.autograd.Function):
+class _SendBack(torch.autograd.Function):
     """Results of rows to the ranks that sent them."""
 
     @staticmethod

@@ -94,7 +94,7 @@ def rank_footprints(config: Config, layout: Layout, spec: DecoderSpec) -> list[F
 
 
 def gathered_sizes(spec: DecoderSpec, parts: Sequence[ModelPart], layout: Layout) -> dict[int, int]:
-    """Those of `layer_sizes` of some parts as a rank has them while they are not sharded.
+    """Parameters by layer of some parts, see `layer_sizes`, as a rank has them while they are not sharded.
 
     Shards of experts are those of `layer_sizes`, over dp_shard x cp x tp whatever ep is; gathered, a rank has all
     experts, or with ep its own.
@@ -144,7 +144,7 @@ def layer_sizes(spec: DecoderSpec, part: ModelPart, tp: int) -> dict[int, int]:
 
 
 def part_matrices(spec: DecoderSpec, part: ModelPart, tp: int) -> int:
-    """Those of `layer_sizes` that Muon may have."""
+    """Parameters, of those in `layer_sizes`, that Muon may have."""
     before = [matrix.elements for each in spec.mtp for matrix in each.inputs] if part.last else []
     return sum(before) + sum(muon_parameters(layer, tp) for _, layer in part.blocks(spec))
 

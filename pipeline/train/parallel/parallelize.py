@@ -219,7 +219,7 @@ def has_recurrence(spec: DecoderSpec) -> bool:
 
 
 def build_model(config: Config, setup: Setup) -> ParallelModel:
-    """`parallelize`, then the initial weights, which are the same for every layout.
+    """The parts of `parallelize` with initial weights, which are the same for every layout.
 
     Raises:
         UserError: The device or the machine cannot do what `train` asks for; nothing is built then.

@@ -44,7 +44,7 @@ class PipelineRunner:
         dtype: torch.dtype,
         sequence_shards: int,
     ) -> None:
-        """Every process of the pipeline calls this.
+        """Connect the pipeline; every process of it calls this.
 
         Args:
             stages: Those of this process, in order.
@@ -69,6 +69,7 @@ class PipelineRunner:
         self._device = device
         self._dtype = dtype
         self._sequence_shards = sequence_shards
+        # torch's schedules have one number of micro-batches, and their stages one shape.
         self._schedules: dict[tuple[int, torch.Size], Any] = {}
         self._work: _Work | None = None
         # NCCL connects the whole group in its first operation, and sends between some of its ranks would wait for all.
@@ -113,15 +114,15 @@ class PipelineRunner:
         receiving: dict[tuple[int, int], dist.Work] = {}
         sending: dist.Work | None = None
         for kind, stage, number in forward_order(self._placement, len(batches))[self._rank]:
-            here = stage, number
+            key = stage, number
             if kind == "receive":
-                arrived[here] = torch.empty(shape, dtype=self._dtype, device=self._device)
+                arrived[key] = torch.empty(shape, dtype=self._dtype, device=self._device)
                 peer = self._placement[stage - 1]
-                receiving[here] = _started(dist.irecv(arrived[here], group=self._group, group_src=peer))
+                receiving[key] = _started(dist.irecv(arrived[key], group=self._group, group_src=peer))
                 continue
-            if here in receiving:
-                receiving.pop(here).wait()
-            x = batches[number].tokens if stage == 0 else arrived.pop(here)
+            if key in receiving:
+                receiving.pop(key).wait()
+            x = batches[number].tokens if stage == 0 else arrived.pop(key)
             out = self._parts[stage](x, contexts[number])
             if stage == len(self._placement) - 1:
                 measure(out, batches[number])
@@ -187,7 +188,7 @@ class PipelineRunner:
         out = part(x, work.contexts[number])
         if not part.part.last:
             assert out.dtype == self._dtype, f"the residual stream is {out.dtype}"
-            stream: Tensor = out.contiguous()
+            stream: Tensor = out.contiguous()  # gloo and NCCL send no other tensors
             return stream
         loss = work.objective(out, work.batches[number])
         assert loss.shape == () and loss.dtype == torch.float32

@@ -135,9 +135,9 @@ class Play:
     bubble: float
     """Share of the time of all ranks in which they wait, from 0 to 1. Unequal stages make it larger."""
     in_flight: list[int]
-    """By rank: pairs of stage and micro-batch whose activations it keeps at the same time at most."""
+    """Pairs of stage and micro-batch whose activations a rank keeps at the same time at most, by rank."""
     activations: list[float]
-    """By rank: the most that it keeps, each pair weighing what its stage does."""
+    """Activations that a rank keeps at most, by rank; each pair weighs what its stage does."""
 
 
 def play(

@@ -23,7 +23,7 @@ class Stage:
     """A stage of a pipeline, or the whole model without one."""
 
     index: int
-    """From the embedding (0) to the head."""
+    """Place in the pipeline, from the embedding (0) to the head."""
     rank: int
     """Coordinate on the pp axis of the processes that have it."""
     part: ModelPart
@@ -57,7 +57,7 @@ def split_stages(spec: DecoderSpec, pp: int, pipeline: PipelineConfig, length: L
 
 
 def tied_tables(spec: DecoderSpec, stages: Sequence[Stage]) -> dict[str, list[Stage]]:
-    """By name of a parameter that more than one stage has, these, first to last."""
+    """Stages that have a parameter, first to last, by its name; of parameters that more than one stage has."""
     found = {"embedding.weight": [stages[0], stages[-1]] if spec.last_embeds else []}
     for side in spec.relatives:
         own = [stage for stage in stages if any(spec.layers[index].side == side for index in stage.part.layers)]

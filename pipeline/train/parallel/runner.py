@@ -41,7 +41,7 @@ class Runner(Protocol):
 
 
 class WholeRunner:
-    """Without a pipeline: one micro-batch after the other.
+    """A runner without a pipeline: one micro-batch after the other.
 
     Args:
         model: Sharded by `fully_shard`.

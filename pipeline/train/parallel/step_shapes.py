@@ -35,7 +35,7 @@ class StepShape:
 
     @property
     def micro_batches(self) -> int:
-        """On each rank; the batch is padded up to them."""
+        """Micro-batches on each rank; the batch is padded up to them."""
         return self.count(self.micro_batch_size)
 
     @property

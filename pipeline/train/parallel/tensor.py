@@ -215,7 +215,7 @@ class _WholeParameters(ParallelStyle):
 
 
 class _RowsOfWhole(ColwiseParallel):
-    """`ColwiseParallel` of an input that all ranks have made for themselves: each keeps its part of the gradient.
+    """A `ColwiseParallel` whose input all ranks have made for themselves: each keeps its part of the gradient.
 
     What made it, see `Matrix.cut`, takes the sum once, over gradients of weights, and not in each pass.
     """

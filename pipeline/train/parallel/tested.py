@@ -21,7 +21,7 @@ _ALL: tuple[ScheduleName, ...] = tuple(SCHEDULES)
 
 @dataclass(frozen=True)
 class LayoutKind:
-    """All of a layout but its degrees: layouts of one kind take the same ways through the program.
+    """A layout without its degrees: layouts of one kind take the same paths through the program.
 
     Families of models are not part of it; the tests of a kind alternate between them.
     """
@@ -120,7 +120,7 @@ class Combination:
 
     @property
     def kind(self) -> LayoutKind:
-        """The kind that it stands for."""
+        """The kind of its layout."""
         return LayoutKind.of(self.parallel, self.layout)
 
     @property
@@ -222,7 +222,7 @@ def _context_rows() -> Iterator[Combination]:
 
 
 TESTED: tuple[Combination, ...] = tuple(_rows())
-"""One row a test."""
+"""Rows of layouts; each has a test."""
 
 
 def _within_layers() -> Iterator[Combination]:
@@ -354,7 +354,7 @@ OF_EXPERTS: tuple[Combination, ...] = tuple(_of_experts())
 
 @lru_cache(maxsize=1)
 def tested_kinds() -> frozenset[LayoutKind]:
-    """Allowed kinds: those of all rows, and one process."""
+    """Allowed kinds: the kinds of all rows, and one process."""
     return frozenset(row.kind for row in (*TESTED, *OF_EXPERTS)) | {LayoutKind.of(ParallelConfig(), Layout())}
 
 

@@ -115,7 +115,7 @@ def _measure(
 
 
 def _plain(train: TrainConfig) -> TrainConfig:
-    """Without what is not known before, as what a compiler makes of a layer, or is done now and then."""
+    """Settings without what is not known before, as what a compiler makes of a layer, or is done now and then."""
     metrics = train.metrics.model_copy(update={"layers_every_steps": None})
     # Products in fp8 keep what those in bf16 keep; the packages that compute them need not be here.
     precision = train.precision.model_copy(update={"fp8": None})
@@ -295,7 +295,7 @@ def _whole_numel(parameter: Tensor) -> int:
 
 
 def _numel(parameter: Tensor, layout: Layout) -> int:
-    """Elements on this rank if dp_shard were 1; of experts, whatever ep is, those of all over tp."""
+    """Elements on this rank if dp_shard were 1; of experts all elements divided by tp, whatever ep is."""
     assert isinstance(parameter, DTensor)
     of_experts = EXPERT_SHARDS in (parameter.device_mesh.mesh_dim_names or ())
     return parameter.numel() // layout.tp if of_experts else _whole_numel(parameter)

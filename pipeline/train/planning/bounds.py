@@ -113,10 +113,10 @@ class MicroBatch:
     """Seconds that one micro-batch takes, forward and backward, on the ranks that share its work."""
 
     layer: float
-    """In each layer, computing and what it waits for; the mean, where only some are computed again. Of several kinds
-    those count that take least."""
+    """Seconds in each layer, of computing and what it waits for; the mean, where only some are computed again. Of
+    several kinds those count that take least."""
     ends: float
-    """In embedding, head and loss."""
+    """Seconds in embedding, head and loss."""
 
 
 def micro_batch(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: Device) -> MicroBatch:

@@ -122,7 +122,7 @@ def _divisors(number: int, most: int) -> list[int]:
 
 
 def _shards(dp: int, of_node: int) -> list[int]:
-    """Over how many of `dp` ranks weights are sharded: one, those of a node, four times as many and so on, or all."""
+    """Degrees over which `dp` ranks may shard weights: one, those of a node, four times as many and so on, or all."""
     found, shard = {1, dp}, of_node
     while 1 < shard < dp:
         found |= {shard} if dp % shard == 0 else set()
@@ -186,7 +186,7 @@ def _micro_batches(config: Config, dp: int) -> list[int]:
 
 
 def _phases(config: Config) -> Overrides:
-    """No phase has a micro-batch of its own."""
+    """Overrides by which no phase has a micro-batch of its own."""
     return {
         f"blend.phases.{number}.micro_batch_size": None
         for number, phase in enumerate(config.blend.phases)

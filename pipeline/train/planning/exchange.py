@@ -13,7 +13,7 @@ from pipeline.train.parallel.experts import AllToAll, RowCounts
 
 @dataclass(frozen=True)
 class BalancedExchange(AllToAll):
-    """An exchange in which this process sends equally many rows to each, and gets as many times the mean as is said."""
+    """An exchange in which this process sends equally many rows to each, and gets `over_mean` times the mean."""
 
     over_mean: float = 1.0
     """Rows that come over those that go."""

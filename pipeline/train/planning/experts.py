@@ -29,9 +29,9 @@ class ExpertPlan:
     count: int
     """Experts of a layer."""
     top_k: int
-    """Those that a token goes to."""
+    """Experts that a token goes to."""
     on_rank: int
-    """Those whose weights a process gathers: all, or with ep its own."""
+    """Experts whose weights a process gathers: all, or with ep its own."""
     gathered_bytes: int
     """Bytes of these in the compute format, of a layer."""
     kept_bytes: float

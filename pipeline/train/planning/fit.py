@@ -87,14 +87,14 @@ def is_meant_for_this_machine(config: Config, processes: int) -> bool:
 def _places(config: Config, ranks: Processes) -> list[_MemoryPool]:
     """The memories that the ranks of this machine use, of which this process knows."""
     own = LAUNCHER in os.environ and is_rank()
-    here = range(ranks.rank - ranks.local_rank, ranks.rank - ranks.local_rank + ranks.local_world_size)
+    machine_ranks = range(ranks.rank - ranks.local_rank, ranks.rank - ranks.local_rank + ranks.local_world_size)
     gpus = visible_gpus()
     if config.launch.device == "cpu" or not gpus:
         found = None if own or config.launch.device == "cuda" else host_memory()
         if found is None:
             return []
         name = f"the memory of {node_name()}" + (" (limited by its cgroup)" if found.limited else "")
-        return [_MemoryPool(here, name, found.free, found.total, "cpu")]
+        return [_MemoryPool(machine_ranks, name, found.free, found.total, "cpu")]
     if ranks.local_world_size > gpus:
         return []  # which is refused in other words
     if not is_rank() and ranks.world_size > 1:

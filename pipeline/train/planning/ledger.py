@@ -75,7 +75,7 @@ class Passes:
     starts: list[int] = field(default_factory=list)
     """Forward passes began."""
     ends: list[int] = field(default_factory=list)
-    """They ended; what is there then and is nothing else is kept for backward."""
+    """Forward passes ended; tensors that are there then and are nothing else are kept for backward."""
     turns: list[int] = field(default_factory=list)
     """Backward passes began."""
     until: int = 0
@@ -107,7 +107,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1  # the pipeline asks whether all ranks agree
         self._time += 1
-        self._look_at_elastic()
+        self._update_elastic()
         result = _shortened(func, args) if func in _PLAIN and not kwargs else func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             self._book(tensor)
@@ -134,7 +134,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._time
 
     def mark(self, label: str, others: int = 0) -> None:
-        """From here on it is `label`."""
+        """Call the part of the step from here on `label`."""
         self.marks.append(Mark(self._time + 1, label, others))
 
     def find(self, tensors: Iterable[Tensor]) -> set[_Storage]:
@@ -159,7 +159,7 @@ class MemoryLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         memory.died = self._time + 1
         self._events.append((self._time + 1, memory, -memory.size))
 
-    def _look_at_elastic(self) -> None:
+    def _update_elastic(self) -> None:
         for reference, memory in self._elastic:
             storage = reference()
             if storage is not None and (size := storage.nbytes()) != memory.size:

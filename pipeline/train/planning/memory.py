@@ -58,7 +58,7 @@ def memory(
     device_type: DeviceType = "cuda",
     over_mean: float = 1.0,
 ) -> list[RankMemory]:
-    """By pp rank, what a process needs at the peak of a step of `shape`.
+    """Memory that a process needs at the peak of a step of `shape`, by pp rank.
 
     It is what tensors take, as `torch.cuda.max_memory_allocated` counts; torch's allocator reserves more, and CUDA,
     NCCL and cuBLAS have memory of their own. Compiled layers are counted as if they were not, and what is moved to the
@@ -97,7 +97,7 @@ def _ends(stage: Stage) -> Ends:
 def _measure_stages(
     config: Config, layout: Layout, spec: DecoderSpec, stages: Sequence[Stage], shape: Shape, device_type: DeviceType
 ) -> Mapping[tuple[Ends, Layers], StageMemory]:
-    """By ends and layers, all different stages there are."""
+    """Memory of all different stages, by ends and layers."""
     ahead = layers_ahead(config.parallel.overlap) if LayoutKind.of(config.parallel, layout).reshard else 0
     every = config.train.recompute.every
     period = lcm(every, spec.period)
@@ -162,7 +162,7 @@ def _runs(period: int, ahead: int) -> tuple[int, int]:
 
 
 def _piece(stage: Stage, spec: DecoderSpec) -> tuple[Ends, Layers]:
-    """All that the memory of a stage depends on besides settings."""
+    """Text of everything that the memory of a stage depends on besides settings."""
     layers = stage.part.layers
     return _ends(stage), (layers.start % spec.period, len(layers))
 
@@ -205,7 +205,7 @@ def _run(
 
 
 def _settings(config: Config, layout: Layout) -> str:
-    """All values of the run file that the memory of a stage depends on: not those of the pipeline's schedule."""
+    """Text of all values of the run file that the memory of a stage depends on, without the pipeline's schedule."""
     parallel = config.parallel.model_dump_json(exclude={"pipeline", *layout.settings})
     train = config.train.model_dump_json(exclude={"micro_batch_size", "compile"})
     return parallel + config.model.model_dump_json() + train
@@ -237,12 +237,12 @@ class _Others:
     """The most that is kept of other micro-batches while one is at work."""
 
     before: float | None = None
-    """While gradients are not there yet; None: they always are."""
+    """Bytes while gradients are not there yet; None: they always are."""
     after: float | None = None
-    """While those of an earlier micro-batch are."""
+    """Bytes while gradients of an earlier micro-batch are there."""
 
     def see(self, kept: float, is_first: bool) -> None:
-        """Another pass, the first backward one or one before it, or a later one."""
+        """Take in another pass: the first backward one or one before it, or a later one."""
         if is_first:
             self.before = max(kept, self.before or 0.0)
         else:
@@ -250,17 +250,17 @@ class _Others:
 
 
 def _others(order: Order, kept: Mapping[int, float]) -> Mapping[tuple[int, str], _Others]:
-    """By stage and kind of pass."""
+    """The most that is kept of other micro-batches, by stage and kind of pass."""
     most: dict[tuple[int, str], _Others] = defaultdict(_Others)
-    there = 0.0
+    all_kept = 0.0
     begun: set[int] = set()
     for stage, kind, _ in order:
         what = "forward" if kind == "F" else "backward"
-        most[stage, what].see(there if kind == "F" else there - kept[stage], stage not in begun)
+        most[stage, what].see(all_kept if kind == "F" else all_kept - kept[stage], stage not in begun)
         if kind != "F":
             begun.add(stage)
         # Of a backward pass in two halves, the second one ends it.
-        there += {"F": kept[stage], "I": 0.0}.get(kind, -kept[stage])
+        all_kept += {"F": kept[stage], "I": 0.0}.get(kind, -kept[stage])
     return most
 
 
@@ -277,9 +277,9 @@ def _peak(rank: int, stages: Mapping[int, StageMemory], order: Order, micro_batc
             found = others.get((index, label.partition(" of ")[0]), _Others(after=0.0))
             for kept, has_gradients in ((found.before, not label.startswith(_EARLY)), (found.after, True)):
                 if kept is not None:
-                    here = _at(label, index, stages, has_gradients)
-                    here["activations"] += kept
-                    options.append((sum(here.values()), label, here))
+                    used = _memory_at(label, index, stages, has_gradients)
+                    used["activations"] += kept
+                    options.append((sum(used.values()), label, used))
     if not order:
         (stage,) = stages.values()
         options = [(sum(stage.at(label).values()), label, stage.at(label)) for label in stage.labels]
@@ -289,24 +289,24 @@ def _peak(rank: int, stages: Mapping[int, StageMemory], order: Order, micro_batc
     return RankMemory(rank, round(sum(stage.count for stage in stages.values())), **rounded, when=when)
 
 
-def _at(label: str, index: int, stages: Mapping[int, StageMemory], has_gradients: bool) -> dict[str, float]:
-    """While a stage of a pipeline is at a part of the step, the other stages of the rank rest.
+def _memory_at(label: str, index: int, stages: Mapping[int, StageMemory], has_gradients: bool) -> dict[str, float]:
+    """Memory of a rank while a stage of it is at a part of the step, and its other stages rest.
 
     Of those, torch keeps some gathered: which ones the order decides, at most the largest.
     """
-    here = stages[index].at(label)
+    used = stages[index].at(label)
     resting = [stage for other, stage in stages.items() if other != index]
     if label.startswith("forward"):  # in the pipeline that was run, it may have come before any backward pass
-        here["gradients"] = stages[index].gradients
-    here["gradients"] *= has_gradients
+        used["gradients"] = stages[index].gradients
+    used["gradients"] *= has_gradients
     for stage in resting:
         last = stage.at("optimizer")
-        here["parameters"] += last["parameters"]
-        here["moments"] += last["moments"]
+        used["parameters"] += last["parameters"]
+        used["moments"] += last["moments"]
         if label == "optimizer":
-            here["gradients"] += last["gradients"]
+            used["gradients"] += last["gradients"]
         else:
-            here["gradients"] += stage.gradients * has_gradients
+            used["gradients"] += stage.gradients * has_gradients
     if label != "optimizer":
-        here["unsharded"] += sum(sorted((stage.unsharded for stage in resting), reverse=True)[: ACTIVE_STAGES - 1])
-    return here
+        used["unsharded"] += sum(sorted((stage.unsharded for stage in resting), reverse=True)[: ACTIVE_STAGES - 1])
+    return used

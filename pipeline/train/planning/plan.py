@@ -70,7 +70,7 @@ class ResourcePlan:
     """Number format of matrix products."""
     model: PlannedModel
     memory: list[RankMemory]
-    """By pp rank, for the shape of step that needs the most."""
+    """Memory by pp rank, for the shape of step that needs the most."""
     memory_shape: StepShape
     """That one."""
     memory_limit: int
@@ -79,7 +79,7 @@ class ResourcePlan:
     """Its experts, in steps of `memory_shape`; None: it has none."""
     checkpoint_bytes: int
     phases: list[PhasePlan]
-    """In their order; one of each shape of step."""
+    """Phases in their order; one of each shape of step."""
     job_seconds: float | None
     """Time that a job on a cluster has for steps; None where that is not known."""
     assumptions: list[str]
@@ -104,7 +104,7 @@ class ResourcePlan:
 
     @property
     def exports(self) -> int:
-        """Exports that are there at a time at most."""
+        """The most exports at a time."""
         return most_exports(self.config.train.checkpoint, self.steps)
 
     @property

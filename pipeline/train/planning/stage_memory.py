@@ -42,7 +42,7 @@ class Shape:
     """Positions of a sample, of which the process has a share with cp."""
     micro_batches: int
     over_mean: float = 1.0
-    """With ep, rows that the experts of the process get, over the mean of all processes."""
+    """Ratio, with ep, of the rows that the experts of the process get to the mean of all processes."""
     predicted: int | None = None
     """Positions of a sample that the head scores; None: all."""
     encoder: int = 0
@@ -54,7 +54,7 @@ class StageMemory:
     """Bytes of a stage, where in a step which kind of memory takes how many. Linear in the number of layers."""
 
     points: Mapping[tuple[str, MemoryKind], float]
-    """By part of the step and kind; at the peak of the part, of the activations those of one micro-batch alone."""
+    """Bytes by part of the step and kind; at the peak of the part, of the activations those of one micro-batch."""
     kept: float
     """Activations of a micro-batch between its forward and its backward pass."""
     count: float
@@ -71,12 +71,12 @@ class StageMemory:
 
     @property
     def gradients(self) -> float:
-        """Between passes, once there are any."""
+        """Gradients between passes, once there are any."""
         return max(self.points[label, "gradients"] for label in self.labels if label.startswith("backward"))
 
     @property
     def unsharded(self) -> float:
-        """Between passes."""
+        """Whole weights between passes."""
         return min(self.points[label, "unsharded"] for label in self.labels if label != "optimizer")
 
     def plus(self, times: float, less: StageMemory, more: StageMemory) -> StageMemory:
@@ -88,8 +88,8 @@ class StageMemory:
         points = {}
         for (label, kind), value in self.points.items():
             # While the head is at work, the layers take what they do while the last one begins.
-            there = label if (label, kind) in more.points else "backward of the last layer"
-            points[label, kind] = mix(value, less.points[there, kind], more.points[there, kind])
+            measured = label if (label, kind) in more.points else "backward of the last layer"
+            points[label, kind] = mix(value, less.points[measured, kind], more.points[measured, kind])
         return StageMemory(points, mix(self.kept, less.kept, more.kept), mix(self.count, less.count, more.count))
 
 

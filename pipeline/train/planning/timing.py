@@ -55,7 +55,7 @@ _CALL_S, _HOP_S = 15e-6, 2e-6
 _AVERAGE_BYTES = 12
 """That the moving average moves for a parameter, besides `UPDATE_BYTES`."""
 _CLIP_BYTES = 8
-"""Those of `UPDATE_BYTES` that clipping moves: the gradient is read and written."""
+"""Bytes, of `UPDATE_BYTES`, that clipping moves: the gradient is read and written."""
 _LOGIT_BYTES = 32
 """That the loss and its gradient move for a logit."""
 _ROUND_BYTES = 5
@@ -140,7 +140,7 @@ class StepSeconds:
     elementwise: float
     """Everything that reads and writes more than it computes: norms, activations, the loss."""
     communication: Mapping[Dimension, float]
-    """By axis, what computing waits for."""
+    """Seconds that computing waits for communication, by axis."""
     bubble: float
     """Waiting in the pipeline, for stages that take longer, too."""
     optimizer: float
@@ -240,7 +240,7 @@ def recompute_flops_per_token(recompute: RecomputeConfig, spec: DecoderSpec, len
     """FLOPs that backward does again for a token of the data, attention counted half."""
     shape = shape_of(length)
     total = sum(
-        sum(_again(recompute, layer, length, causal=True))
+        sum(_repeated(recompute, layer, length, causal=True))
         for index, layer in enumerate(spec.blocks)
         if is_recomputed(recompute, index)
     )
@@ -300,7 +300,7 @@ def _stage_work(
         )
         passes += passed
         if is_recomputed(recompute, index):
-            twice, experts_twice, scores_twice = _again(recompute, layer, length, causal=causal)
+            twice, experts_twice, scores_twice = _repeated(recompute, layer, length, causal=causal)
             again += rates.products(twice, share) + rates.experts(experts_twice, layer, tokens)
             again += rates.attention(scores_twice) + passed
             again += rates.products(repeated) if twice else 0.0
@@ -393,7 +393,9 @@ class _Rates:
         return self.memory(numbers * self._element * self._factor)
 
 
-def _again(recompute: RecomputeConfig, layer: LayerSpec, length: Length, *, causal: bool) -> tuple[float, float, float]:
+def _repeated(
+    recompute: RecomputeConfig, layer: LayerSpec, length: Length, *, causal: bool
+) -> tuple[float, float, float]:
     """Forward FLOPs of a token that are done twice in a layer: products with matrices and with experts, attention."""
     attention, experts = extra_flops(layer, length, causal=causal), expert_flops(layer)
     products = layer_flops(layer, length, causal=causal) - attention - experts

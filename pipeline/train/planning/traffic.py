@@ -168,7 +168,7 @@ class _Counter:
         self._counts_of_samples = config.train.balance.over == "sequence"
 
     def all(self) -> Iterator[Transfer]:
-        """Every kind, some of them without calls or bytes."""
+        """Transfers of every kind, some of them without calls or bytes."""
         if self._layout.tp > 1:
             yield from self._tensor_parallel()
         if self._layout.cp > 1:
@@ -327,18 +327,18 @@ class _Counter:
         tokens = self._tokens // self._layout.tp
         for index, part in self._experts:
             rows = tokens * part.router.top_k
-            back = rows * part.dim * self._element
-            there = back + rows * _FP32
+            results = rows * part.dim * self._element
+            sent = results + rows * _FP32
             transfers: list[tuple[str, Phase, int]] = [
                 ("numbers of rows", "forward", part.router.count * _INT64),
-                ("rows for experts", "forward", there),
-                ("results of experts", "forward", back),
-                ("gradients of results", "backward", back),
-                ("gradients of rows", "backward", there),
+                ("rows for experts", "forward", sent),
+                ("results of experts", "forward", results),
+                ("gradients of results", "backward", results),
+                ("gradients of rows", "backward", sent),
             ]
             if is_recomputed(self._recompute, index) and self._recompute.mode == "full":
                 # The losses of the router, which backward needs again, come after both.
-                transfers += [("rows for experts", "again", there), ("results of experts", "again", back)]
+                transfers += [("rows for experts", "again", sent), ("results of experts", "again", results)]
             for what, phase, size in transfers:
                 yield self._in_each_micro_batch("ep", "all_to_all", what, phase, 1, size)
 
@@ -469,7 +469,7 @@ def _gathers_of(
 
 
 def _next_stages(order: Sequence[tuple[int, str, int]]) -> list[frozenset[int]]:
-    """For each action, the stages of it and of those after it."""
+    """Stages of each action and of those after it."""
     found: list[frozenset[int]] = []
     next_stages: tuple[int, ...] = ()
     for index, _, _ in reversed(order):

@@ -149,4 +149,4 @@ ATTENTION_RULES: Sequence[Rule] = (
         of_training=True,
     ),
 )
-"""In the order in which they are told."""
+"""Rules in the order in which messages list them."""

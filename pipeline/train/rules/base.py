@@ -19,7 +19,7 @@ def spec_of(config: Config) -> DecoderSpec:
 
 
 def parts_of(config: Config) -> list[LayerPartSpec]:
-    """Each different mixer and mlp of the layers once."""
+    """The different mixers and mlps of the layers, each once."""
     return list(dict.fromkeys(part for layer in spec_of(config).different_layers for part in layer.parts.values()))
 
 
@@ -34,7 +34,7 @@ def key_of(config: Config, part: LayerPartSpec, key: str) -> str:
 
 @dataclass(frozen=True)
 class Rule:
-    """Something that must hold, or that is worth a warning."""
+    """A condition on a run file and its layout that must hold, or that is worth a warning."""
 
     keys: tuple[str, ...]
     """Keys of the run file that it is about."""

@@ -16,12 +16,12 @@ from pipeline.train.rules.base import Rule, key_of, nearest_multiples, parts_of,
 
 
 def _lengths(config: Config, layout: Layout) -> dict[str, int]:
-    """By key, lengths of sequences of models without sides."""
+    """Lengths of sequences of models without sides, by key."""
     return {key: stream.decoder for key, stream in _streams(config, layout).items() if not stream.encoder}
 
 
 def _streams(config: Config, layout: Layout) -> dict[str, StreamShape]:
-    """By key of the sequence length, positions that objectives make of windows."""
+    """Positions that objectives make of windows, by key of the sequence length."""
     streams = {"train.sequence_length": run_stream(config)}  # of validation too, whatever the phases have
     for shape in step_shapes(config, layout.dp):
         streams[shape.length_key] = shape.stream
@@ -199,7 +199,7 @@ CONTEXT_RULES: Sequence[Rule] = (
         _short_pieces,
     ),
 )
-"""In the order in which they are told."""
+"""Rules in the order in which messages list them."""
 
 EVALUATED_LENGTH = Rule(
     ("eval.max_length", "parallel.cp", "parallel.sequence_parallel"),

@@ -88,4 +88,4 @@ EXPERT_RULES: Sequence[Rule] = (
         of_training=True,
     ),
 )
-"""In the order in which they are told."""
+"""Rules in the order in which messages list them."""

@@ -17,7 +17,7 @@ _KEY = "train.precision.fp8"
 
 
 def _spec(config: Config, layout: Layout) -> DecoderSpec | None:
-    """The model; None where tp cannot cut it, which has rules of its own."""
+    """Spec of the model; None where tp cannot cut it, which has rules of its own."""
     spec = spec_of(config)
     return spec if all(layer.fits(layout.tp) for layer in spec.different_layers) else None
 
@@ -141,7 +141,7 @@ def _transformer_engine(config: Config, layout: Layout) -> Iterator[str]:
 
 
 def slow_without_compiler(config: Config, layout: Layout) -> Iterator[str]:
-    """Rounding that is not fused."""
+    """Warn of rounding to fp8 that no compiler fuses."""
     fp8 = config.train.precision.fp8
     if fp8 is not None and fp8.backend == "torchao" and config.train.compile is False:
         yield (
@@ -186,4 +186,4 @@ FP8_RULES: Sequence[Rule] = (
         of_training=True,
     ),
 )
-"""In the order in which they are told."""
+"""Rules in the order in which messages list them."""

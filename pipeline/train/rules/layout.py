@@ -330,7 +330,7 @@ RULES: Sequence[Rule] = (
         _tested,
     ),
 )
-"""In the order in which they are told."""
+"""Rules in the order in which messages list them."""
 
 
 def _idle_ranks(config: Config, layout: Layout) -> Iterator[str]:

@@ -89,7 +89,7 @@ class PlannedModel(NamedTuple):
 
     @property
     def active_parameters(self) -> int:
-        """Those of them that a token meets: of experts some."""
+        """Parameters that a token meets: of experts some."""
         return active_parameters(self.spec) - self._padding
 
     @property

@@ -83,4 +83,4 @@ OVERLAP_RULES: Sequence[Rule] = (
         of_training=True,
     ),
 )
-"""In the order in which they are told."""
+"""Rules in the order in which messages list them."""

@@ -130,4 +130,4 @@ RECOMPUTE_RULES: Sequence[Rule] = (
         of_training=True,
     ),
 )
-"""In the order in which they are told."""
+"""Rules in the order in which messages list them."""

@@ -45,7 +45,7 @@ _REWOUND = "rewind"
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt at training, as far as it is known."""
+    """An attempt at training, as far as its records tell."""
 
     number: int
     begin: float
@@ -170,7 +170,7 @@ class RunningAttempt:
         append_entry(run, self._line)
 
     def end(self, code: int | None, reason: str, step: int, **more: Any) -> None:
-        """Write how it ended."""
+        """Write the end of the attempt."""
         seconds = time.monotonic() - self._clock
         append_entry(self._run, _end_line(self._line["attempt"], code, reason, step, seconds) | more)
 

@@ -61,7 +61,7 @@ class RunFolder:
     """Steps trained so far, for `exit.json`."""
     lock: Lock | None = None
     running: RunningAttempt | None = field(default=None, init=False)
-    """This attempt in the ledger, once it has begun."""
+    """Entry of this attempt in the ledger, once it has begun."""
     reserved: storage.Reserved | None = None
     """Room for `exit.json` on a disk that is full by then."""
     before: _ExitFile | None = None
@@ -294,11 +294,11 @@ def _remove_start(run: Path) -> None:
     """Remove the files of this process's start from a run folder in which nobody has begun anything."""
     lock = Lock.take(run)
     try:
-        there = {path.name for path in run.iterdir()} - {RunFiles.lock, RunFiles.lock_guard}
+        names = {path.name for path in run.iterdir()} - {RunFiles.lock, RunFiles.lock_guard}
         mine = all(line.get("pid") == os.getpid() for line in RunFiles(run).ledger_lines())
-        if not mine or last_begun(run) or not there <= _OF_A_START:
+        if not mine or last_begun(run) or not names <= _OF_A_START:
             return
-        for name in there:
+        for name in names:
             path = run / name
             links.remove_tree(path) if path.is_dir() else links.remove(path)
     finally:

@@ -29,29 +29,30 @@ class Goodput:
     """Seconds of a run over all attempts. All but `wall` add up to it."""
 
     wall: float
-    """From the start of the first attempt until now, or until the last sign of life."""
+    """Time from the start of the first attempt until now, or until the last sign of life."""
     productive: float
-    """In steps that count: those that were lost and made again count once. Waiting for data is not in it."""
+    """Time in steps that count: those that were lost and made again count once. Waiting for data is not in it."""
     lost: float
-    """In steps that were not in the checkpoint that a later attempt resumed from."""
+    """Time in steps that were not in the checkpoint that a later attempt resumed from."""
     waiting: float
-    """For data."""
+    """Time that steps waited for data."""
     saving: float
     """Time that steps waited for saves: for a copy to the memory of the host, or for a whole save."""
     validating: float
     starting: float
-    """From there until the first step of an attempt: data, model, checkpoint. Of older versions with `importing`."""
+    """Time after `importing` until the first step of an attempt: data, model, checkpoint. Of older versions with
+    `importing`."""
     down: float
-    """Between attempts, with no job in the queue. Of older versions with `queued`."""
+    """Time between attempts, with no job in the queue. Of older versions with `queued`."""
     other: float
-    """Within attempts, and none of these: leaving, waiting for a hang to be noticed."""
+    """Time within attempts that is none of these: leaving, waiting for a hang to be noticed."""
     attempts: int
     queued: float = 0.0
-    """Between attempts, with a job in the queue; with the node check before a launch."""
+    """Time between attempts, with a job in the queue; with the node check before a launch."""
     importing: float = 0.0
-    """From the launch of processes until all of them are there and have imported their packages."""
+    """Time from the launch of processes until all of them are there and have imported their packages."""
     suspended: float = 0.0
-    """In which the processes were stopped, as by `scontrol suspend`."""
+    """Time in which the processes were stopped, as by `scontrol suspend`."""
 
     @property
     def share(self) -> float:
@@ -59,7 +60,7 @@ class Goodput:
         return self.productive / self.wall if self.wall else 0.0
 
     def to_json(self) -> dict[str, float]:
-        """All of it, with `share`."""
+        """All fields, with `share`."""
         return {**asdict(self), "share": self.share}
 
     def __str__(self) -> str:

@@ -81,7 +81,7 @@ class Lock:
             storage.put(self._path, orjson.dumps(self._mine))
 
     def is_mine(self) -> bool:
-        """True if nobody has taken it over."""
+        """True if no other process has taken the lock over."""
         try:
             return holder(self._path.parent) == self._mine
         except UserError:
@@ -97,7 +97,7 @@ class Lock:
         now = holder(self._path.parent)
         if now == self._mine:
             return
-        by = f"taken over by {_who(now)}" if now else "removed, and may be another process's"
+        by = f"taken over by {_described(now)}" if now else "removed, and may be another process's"
         newest = max(number_of(now), last_attempt(self._path.parent))
         if newest > self.attempt:
             raise SupersededError(
@@ -109,7 +109,7 @@ class Lock:
         )
 
     def release(self) -> None:
-        """Give it back, if it is still this process's."""
+        """Remove the lock, if it is still this process's."""
         with ExitStack() as stack:
             with suppress(MachineError):  # a guard that is never released must not stop the run
                 stack.enter_context(_guard(self._path))
@@ -175,7 +175,7 @@ def take_over(run: Path) -> str | None:
         note_attempt(run, _after(run, held))  # before the lock is free, so that its holder is fenced whoever comes next
         storage.add_json_line(RunFiles(run).ledger, {"event": TAKEN_OVER, "time": time.time()})
         links.remove(RunFiles(run).lock)
-    return _who(held)
+    return _described(held)
 
 
 def taken_over(run: Path) -> float:
@@ -232,7 +232,7 @@ def _after(run: Path, held: Holder | None) -> int:
 
 
 def _in_use(run: Path, held: Holder, found: JobAnswer) -> str:
-    text = f"run folder {run} is in use by {_who(held)} ({found.why})"
+    text = f"run folder {run} is in use by {_described(held)} ({found.why})"
     if since := held.get("since"):
         text += f", since {when(since)}"
     if beat := read_beat(run):
@@ -243,8 +243,8 @@ def _in_use(run: Path, held: Holder, found: JobAnswer) -> str:
     return text if known else f"{text}; if you know that it is gone, run the same command with --take-over"
 
 
-def _who(held: Holder) -> str:
-    """`process 12 on node-1 of job 77, attempt 3`, as far as it is known."""
+def _described(held: Holder) -> str:
+    """The holder in words, as far as it is known: `process 12 on node-1 of job 77, attempt 3`."""
     text = f"process {held.get('pid', '?')} on {held.get('host', '?')}"
     if "job" in held:
         text += f" of job {held['job']}"
@@ -269,7 +269,7 @@ def _parse(lock: Path, data: bytes) -> Holder:
 
 
 def _guard(lock: Path) -> AbstractContextManager[None]:
-    """One process at a time, where the file system can do that."""
+    """A guard that lets one process in at a time, where the file system can do that."""
     return exclusive(lock.with_name(RunFiles.lock_guard))
 
 

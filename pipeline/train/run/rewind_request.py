@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class Rewind(Exception):
-    """The run goes back to a checkpoint. Every rank raises it after the same step.
+    """Raised to take the run back to a checkpoint, by every rank after the same step.
 
     Args:
         before: the checkpoint must not be of a later step.

@@ -21,7 +21,7 @@ _clock = time.monotonic
 _LONGEST = 4000
 """Characters of a reason that are kept."""
 _END = 1e12
-"""Every number in the file is below it."""
+"""Number that every number in the file is below."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Unsaved:
         self._note(replace(self._saves, attempt=self._folder.attempt, step=self._folder.step))
 
     def failed(self, step: int, failure: MachineError) -> str:
-        """A save was given up; returns what to say of it."""
+        """Note a save that was given up; returns the message about it."""
         reason = str(failure).partition(". ")[0][:_LONGEST]  # what follows is for the log of that moment
         if not self._saves.failed:
             self._first = _clock()

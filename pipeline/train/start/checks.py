@@ -106,7 +106,7 @@ def _data(scope: TrainScope, found: Problems) -> None:
 
 
 def _seam(scope: TrainScope, found: Problems) -> None:
-    """The learning rate where the run resumes: one that rises there is meant, or a mistake that is seen late."""
+    """Check the learning rate where the run resumes: a rise there is meant, or a mistake that is noticed late."""
     config = scope.config
     if not schedule_differs(config):
         return

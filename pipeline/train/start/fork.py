@@ -176,12 +176,12 @@ def _check_unused(config: Config) -> None:
 
 def _check_data(config: Config, state: dict[str, Any]) -> None:
     """The data folder is by default in the run folder, and so the new run would have none."""
-    there = state["config"].get("data", {}).get("dir") or f"{state['config']['run']['dir']}/data"
-    if config.run.dir.resolve() == Path(there).resolve():
+    theirs = state["config"].get("data", {}).get("dir") or f"{state['config']['run']['dir']}/data"
+    if config.run.dir.resolve() == Path(theirs).resolve():
         raise UserError(f"run.dir of the new run, {config.run.dir}, is the data folder of the parent; {_ANOTHER}")
-    if not config.data_dir.exists() and str(config.data_dir) != there:
+    if not config.data_dir.exists() and str(config.data_dir) != theirs:
         raise UserError(
-            f"there is no data in {config.data_dir}; the parent has its data in {there}: set data.dir to that, or run "
+            f"there is no data in {config.data_dir}; the parent has its data in {theirs}: set data.dir to that, or run "
             "`pipeline preprocess` first if the new run has other data"
         )
 

@@ -1,4 +1,4 @@
-"""Before the first step, on every rank: the run folder, the checkpoint, the plan and what is validated on."""
+"""The opening of a run on every rank: the run folder, the checkpoint, the plan and what is validated on."""
 
 from __future__ import annotations
 

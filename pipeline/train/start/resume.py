@@ -78,7 +78,7 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "slurm": ("run file", "how jobs are sent"),
     "notify": ("run file", ""),
 }
-"""By key, which stands for all below it that have no entry of their own: who wins, and what else is to be said."""
+"""Winner of two values, and notes, by key; a key stands for all below it that have no entry of their own."""
 
 _SHOWN_CHARACTERS = 100
 _COMPARED_BY_FINGERPRINT = ("model", "train.objective")
@@ -104,7 +104,7 @@ _SHORT: dict[Winner, str] = {
 
 
 THREADS = "threads"
-"""In state.json: threads of each process, where a CPU trained."""
+"""Key in state.json: threads of each process, where a CPU trained."""
 
 
 def resume_lines(

@@ -91,13 +91,13 @@ def find_seam(config: Config, checkpoint: Checkpoint, journal: Journal, steps: i
         old = config.model_copy(update={"train": config.train.model_copy(update={"duration": duration})})
         planned = run_length(old, Sampler(saved)).steps
         then = Schedule(shape, duration, planned, saved.tokens)
-        here = Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
+        now = Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
         peak = float(before["train.optimizer.lr"])
         seam = Seam(
             step + 1,
             peak * then.factor(saved.tokens(step)),
             peak * then.factor(saved.tokens(min(step + 1, planned))),
-            config.train.optimizer.lr * here.factor(journal.tokens(step + 1)),
+            config.train.optimizer.lr * now.factor(journal.tokens(step + 1)),
             changed,
         )
         return seam if _shown(seam.before) != _shown(seam.after) else None

@@ -1,4 +1,4 @@
-"""From a config to the objects of a run: device, mesh, tokenizer, model. Training and evaluation both start here."""
+"""The objects of a run, made from its config: device, mesh, tokenizer, model. Training and evaluation start here."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def choose_device(wanted: str, ranks: Processes) -> torch.device:
 
 
 def be_deterministic() -> None:
-    """From now on a GPU uses only algorithms that give the same bits each time."""
+    """Let a GPU use only algorithms that give the same bits each time, from now on."""
     # cuBLAS reads it when its first handle is made.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -153,10 +153,10 @@ ALONE = Processes(rank=0, world_size=1, local_rank=0, local_world_size=1)
 
 def check_has_weights(checkpoint: Checkpoint, spec: DecoderSpec) -> None:
     """Refuse a model that its checkpoint has not the bytes for, before memory is taken for it."""
-    needed, there = _SMALLEST_WEIGHT * num_parameters(spec), checkpoint.size
-    if needed > there:
+    needed, size = _SMALLEST_WEIGHT * num_parameters(spec), checkpoint.size
+    if needed > size:
         raise UserError(
-            f"{checkpoint.path} has {there:,} bytes, but the model that it names has weights of {needed:,} bytes at "
+            f"{checkpoint.path} has {size:,} bytes, but the model that it names has weights of {needed:,} bytes at "
             "least: they do not belong together"
         )
 

@@ -36,7 +36,7 @@ class WeightsOrigin:
     value: dict[str, Any] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
-        """For the checkpoint; empty for a run that began with random weights."""
+        """State for the checkpoint; empty for a run that began with random weights."""
         return self.value
 
     def load(self, state: dict[str, Any]) -> None:
@@ -186,12 +186,12 @@ def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
 def _check_run(
     saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer, spec: DecoderSpec
 ) -> list[str]:
-    """Weights of a run, whose tokenizer lies beside them."""
+    """Check the weights of a run, whose tokenizer lies beside them."""
     return [*_check_tokenizer(Tokenizer.open(where), config, tokenizer, where), *_check_meaning(saved, config, spec)]
 
 
 def _check_export(source: ExportedWeights, config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> list[str]:
-    """Exported weights; the tokenizer lies beside them unless it is unknown."""
+    """Check exported weights; the tokenizer lies beside them unless it is unknown."""
     own = source.tokenizer()
     lines = (
         [f"warning: {source.unknown_tokenizer}; check that it is this run's"]
@@ -209,12 +209,12 @@ def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> 
     ]
 
 
-def _check_tokenizer(there: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path) -> list[str]:
-    if there.fingerprint == tokenizer.fingerprint:
+def _check_tokenizer(trained_with: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path) -> list[str]:
+    if trained_with.fingerprint == tokenizer.fingerprint:
         return []
     difference = (
-        f"the weights in {where} were trained with another tokenizer ({there.vocab_size} entries, fingerprint "
-        f"{there.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint})"
+        f"the weights in {where} were trained with another tokenizer ({trained_with.vocab_size} entries, fingerprint "
+        f"{trained_with.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint})"
     )
     if "tokenizer" not in config.resume.allow:
         raise UserError(
@@ -245,7 +245,7 @@ def _check_hf(folder: Path, config: Config, tokenizer: Tokenizer, spec: DecoderS
 def _from_hf(
     folder: Path, config: Config, tokenizer: Tokenizer, model: ParallelModel
 ) -> tuple[list[str], WeightsOrigin]:
-    """Each rank reads the rows and columns that it has, wherever in their tensors they are."""
+    """Fill the model from a folder of Hugging Face's: each rank reads the rows and columns that it has."""
     lines = broadcast_from_rank0(lambda: _check_hf(folder, config, tokenizer, model.spec))
     found = HuggingFaceFolder(folder, vocab_multiple=config.model.vocab_multiple)
     with torch.no_grad():

@@ -186,7 +186,7 @@ class CheckpointReader(FileSystemReader):
         self._forms: dict[tuple[tuple[str, bytes], ...], tuple[torch.Size, torch.dtype]] = {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The list that was given; torch's would unpickle it."""
+        """The list that was given. torch's own method would unpickle it."""
         return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -356,7 +356,7 @@ def _first_byte(known: tuple[torch.Size, torch.dtype], item: ReadItem, target: T
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, as a file. That of torch goes ahead where it is asked to go back from the end."""
+    """A part of a file, as a file. torch's own class goes forward where it is asked to go back from the end."""
 
     def __init__(self, file: Any, offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._place = file, offset, length, 0

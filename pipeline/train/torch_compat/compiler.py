@@ -19,7 +19,7 @@ _collectives = torch.ops._c10d_functional
 
 
 def prepare_compiler(budget: float) -> None:
-    """Settings of torch.compile for what is compiled from now on; they are of the process, and read when it compiles.
+    """Set up torch.compile for what is compiled from now on; settings are of the process, and read when it compiles.
 
     Args:
         budget: Share of the memory of activations that compiled code may keep for backward, 1 for all of it.

@@ -30,7 +30,7 @@ _set_group_timeout: Callable[[timedelta, dist.ProcessGroup], None] = (
 
 
 def with_local(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """`tensor` with other numbers: `local` as it is, or as the local part of a DTensor of the same mesh and placements.
+    """A tensor like `tensor` with the numbers of `local`, which becomes the local part if `tensor` is a DTensor.
 
     torch's public constructor would copy `local` to the device of the mesh. That of 2.11 and 2.13 takes it as it is.
     """
@@ -78,7 +78,7 @@ def with_parts_of_gradient(x: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 _TAKES_GRADIENT = "grad_placements" in inspect.signature(DTensor.from_local).parameters
-"""True in 2.13, false in 2.11."""
+"""`from_local` takes `grad_placements`: true in 2.13, false in 2.11."""
 
 
 class _PartOfGradient(torch.autograd.Function):
@@ -156,7 +156,7 @@ def all_reduce(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def unflatten_mesh(mesh: DeviceMesh, degrees: dict[str, int]) -> DeviceMesh:
-    """One axis as several, outermost first. Every process calls this."""
+    """A mesh of one axis as several axes, outermost first. Every process calls this."""
     return mesh._unflatten(0, tuple(degrees.values()), tuple(degrees))
 
 
@@ -223,7 +223,7 @@ def shardings_unseen() -> Iterator[None]:
 
 @contextmanager
 def recorded_by_autograd() -> Iterator[None]:
-    """Within the code of an operation of our own, where torch records nothing: autograd does."""
+    """Let autograd record within the code of an operation of our own, where torch records nothing."""
     key = torch._C.DispatchKey.AutogradFunctionality
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
     torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
@@ -235,7 +235,7 @@ def recorded_by_autograd() -> Iterator[None]:
 
 
 def strided_shard(placement: Placement) -> tuple[int, int] | None:
-    """(dimension, pieces that were cut along it before) of FSDP's cut of what tensor parallelism cut already, or None.
+    """FSDP's cut of what tp has cut already: the dimension, and the pieces that tp has made of it; None for other cuts.
 
     In 2.11 and 2.13 such a placement is of a class of its own, which is not a subclass of Shard.
     """

@@ -11,6 +11,7 @@ import numpy as np
 from pipeline.config.parallel import ParallelConfig
 from pipeline.train.distributed.axes import AXES, AxisName, axis_names
 from pipeline.train.distributed.layout import Layout
+from pipeline.train.distributed.process_group import destroy
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.planning.traffic import DIMENSIONS, EXPOSED, IN_LAYERS
 
@@ -39,6 +40,7 @@ def test_the_order_of_ranks_stays() -> None:
 def test_samples_and_losses_count_once() -> None:
     layout = Layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
     samples, losses = [], []
+    destroy()  # a run in this process may have come before
     for rank in range(layout.world_size):
         with fake_mesh(layout, rank) as mesh:
             assert mesh.counts_losses == (mesh.rank("tp") == 0)

@@ -142,9 +142,9 @@ def test_a_rank_reads_its_experts_alone() -> None:
     numbered = map_rules([TensorRule("t.{e}", ("w1",), experts="numbered")], shape, 0).ours["w1"]
     found = list(numbered.pieces(slice(9, 12), slice(0, 2), slice(0, 5)))
     assert [(theirs, here) for theirs, _, here in found] == [("t.9", 0), ("t.10", 1), ("t.11", 2)]
-    assert [piece.there for _, piece, _ in found] == [(slice(0, 2), slice(0, 5))] * 3
+    assert [piece.source for _, piece, _ in found] == [(slice(0, 2), slice(0, 5))] * 3
     stacked = map_rules([TensorRule("t", ("w1",), transposed=True, experts="stacked")], shape, 0).ours["w1"]
-    assert [piece.there for _, piece, _ in stacked.pieces(slice(10, 12), slice(0, 2), slice(0, 5))] == [
+    assert [piece.source for _, piece, _ in stacked.pieces(slice(10, 12), slice(0, 2), slice(0, 5))] == [
         (10, slice(0, 5), slice(0, 2)),
         (11, slice(0, 5), slice(0, 2)),
     ]

@@ -163,7 +163,7 @@ def test_pieces(case: tuple[TensorMapping, dict[str, Tensor], dict[str, Tensor]]
                     wanted = value[(each, *others)]
                     found = torch.full_like(wanted, torch.nan)
                     for tensor, piece, here in mapping.ours[name].pieces(each, *others):
-                        found[here] = piece.of(opened.get_slice(tensor)[piece.there])
+                        found[here] = piece.of(opened.get_slice(tensor)[piece.source])
                     assert torch.equal(found, wanted)
 
 
@@ -172,7 +172,7 @@ def test_a_piece_reads_the_rows_that_cover_it() -> None:
     piece = map_rules([rule.rule], rule.shapes, 0).ours["k"].cut(slice(HEAD_DIM, 3 * HEAD_DIM))
     assert piece is not None
     # Heads 1 and 2 of k, which begin behind q of head 1, and between which are v and q.
-    assert piece.there == (slice(4 * HEAD_DIM, 8 * HEAD_DIM),)
+    assert piece.source == (slice(4 * HEAD_DIM, 8 * HEAD_DIM),)
 
 
 def test_orders_are_computed_when_they_are_needed() -> None:
@@ -193,7 +193,7 @@ def test_padding_of_the_vocabulary_is_not_theirs() -> None:
     assert mapping.ours[name].cut(slice(6, 8)) is None
     assert not list(mapping.ours[name].pieces(slice(6, 8), slice(0, 2)))
     piece = mapping.ours[name].cut(slice(4, 8), slice(0, 2))
-    assert piece is not None and piece.there == (slice(4, 6), slice(0, 2))
+    assert piece is not None and piece.source == (slice(4, 6), slice(0, 2))
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -23,12 +23,12 @@ def computed(exchange: Exchange, first: int, ids_TK: Tensor, x_TD: Tensor, gates
     x_TD, gates_TK = x_TD.clone().requires_grad_(), gates_TK.clone().requires_grad_()
     order = DispatchOrder.of(ids_TK, 1, EXPERTS)
     sizes = exchange.sizes(order.counts_BE.sum(0), ids_TK.numel())
-    rows_ND, gates_N = exchange.arrived(exchange.there(order.rows(x_TD), order.gates(gates_TK), sizes), sizes)
+    rows_ND, gates_N = exchange.arrived(exchange.send(order.rows(x_TD), order.gates(gates_TK), sizes), sizes)
     assert len(rows_ND) == sizes.rows == int(sizes.ends_E[-1])
     counts_E = torch.diff(sizes.ends_E, prepend=sizes.ends_E.new_zeros(1))
     factor_N = torch.arange(first + 1, first + 1 + len(counts_E)).repeat_interleave(counts_E)
     results_ND = (rows_ND * (gates_N * factor_N)[:, None]).to(x_TD.dtype)
-    out_TD = order.summed(exchange.back(results_ND, sizes))
+    out_TD = order.summed(exchange.send_back(results_ND, sizes))
     (out_TD * torch.arange(1, WIDTH + 1)).sum().backward()  # type: ignore[no-untyped-call]
     return [out_TD.detach(), cast(Tensor, x_TD.grad), cast(Tensor, gates_TK.grad)]
 

@@ -29,7 +29,7 @@ from pipeline.train.parallel.step_shapes import StepShape, step_shapes
 from pipeline.train.planning.timing import (
     LINK_SHARE,
     StepTime,
-    _again,
+    _repeated,
     recompute_flops_per_token,
     step_time,
     transfer_seconds,
@@ -263,7 +263,7 @@ def test_recomputation_of_experts_is_what_torch_counts(tmp_path: Path, mode: Any
     recompute = RecomputeConfig(mode=mode, keep=["attention"])
     before, after = (_grouped(case.spec, each) for each in (RecomputeConfig(), recompute))
     assert before == 3 * 2 * 32 * sum(map(expert_flops, case.spec.layers))
-    again = sum(_again(recompute, layer, 32, causal=True)[1] for layer in case.spec.layers)
+    again = sum(_repeated(recompute, layer, 32, causal=True)[1] for layer in case.spec.layers)
     assert after - before == 2 * 32 * again > 0
 
 

@@ -22,9 +22,9 @@ _MLPS = {
     "gated-gelu": "geglu",
     "gated-silu": "swiglu",
 }
-"""By `feed_forward_proj` our `mlp`."""
+"""Our `mlp` by `feed_forward_proj`."""
 _ACTIVATIONS = {"relu": "relu", "gelu_exact": "gelu", "gelu": "gelu_new", "geglu": "gelu_new", "swiglu": "silu"}
-"""By our `mlp` the name of its activation there, `dense_act_fn`."""
+"""Name of the activation, `dense_act_fn`, by our `mlp`."""
 
 
 def _mlp_names(layer: int) -> tuple[TensorNames, ...]:

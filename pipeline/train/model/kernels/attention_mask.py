@@ -74,7 +74,7 @@ class Documents:
 
     @cached_property
     def numbers_BS(self) -> Tensor:
-        """For every position the number of its document in the row, from 0."""
+        """Number of the document of every position in its row, from 0."""
         positions_S = torch.arange(self.length, device=self.bounds_BS.device)
         return (self.bounds_BS == positions_S).cumsum(1) - 1
 
@@ -104,7 +104,7 @@ class AttentionMask:
     keys: int
     """Number of keys that the piece needs: those from the first on; up to its end if it is causal."""
     reach: Reach
-    """Without limits that hide nothing."""
+    """Reach of a query, without limits that hide nothing."""
     device: torch.device
     documents: Documents | None = None
     """Of the keys."""
@@ -190,7 +190,7 @@ class AttentionMask:
 
     @property
     def bounds_BC(self) -> Tensor | None:
-        """For every query the first position of its document."""
+        """First position of the document of every query."""
         return None if self.documents is None else self.documents.bounds_BS[:, self.start : self.end]
 
     def interval(self) -> tuple[Tensor, Tensor]:

@@ -31,14 +31,14 @@ MOST = 256
 MULTIPLE = 8
 
 _CARDS = {2: range(8, 13), 3: range(9, 10), 4: range(9, 12)}
-"""By version of flash-attn, the major compute capabilities that it is for."""
+"""Major compute capabilities by version of flash-attn."""
 _FLASH4_HEAD = 128
 """Head size that version 4 takes at most, on all of its cards."""
 
 
 @dataclass(frozen=True)
 class DeviceCaps:
-    """A device and what there is for it."""
+    """Capabilities of a device: its kind, its generation, and the packages with kernels for it."""
 
     device: str
     """cpu or cuda."""
@@ -49,13 +49,13 @@ class DeviceCaps:
     te: bool = False
     """True if Transformer Engine is installed."""
     unfit: Mapping[int, str] = field(default_factory=dict)
-    """By version of flash-attn that was tried, why it cannot be taken."""
+    """Reason why a version of flash-attn that was tried cannot be taken, by version."""
     fla: bool = False
     """True if fla-core is installed."""
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceCaps:
-        """This one. No package is imported: what goes wrong then is nothing to those who do not use it."""
+        """Capabilities of a device. No package is imported: its errors do not concern those who do not use it."""
         if device.type != "cuda":
             return cls(device.type)
         capability, te = torch.cuda.get_device_capability(device), _folder("transformer_engine")
@@ -69,22 +69,22 @@ class KernelRequirements:
     documents: bool
     """Tokens attend to those of their document alone."""
     windows: bool
-    """Some layer sees those near a token alone."""
+    """True if some layer sees the tokens near a token alone."""
     head_size: int
     """Of the layer that demands most, see `hardest_size`."""
     compute: str
     """fp32, bf16 or fp16."""
     deterministic: bool = False
     compiled: bool = False
-    """Within compiled layers."""
+    """True within compiled layers."""
     both: bool = False
-    """Some layer sees tokens after a token."""
+    """True if some layer sees tokens after a token."""
     soft_cap: bool = False
     sinks: bool = False
     prefixes: bool = False
     """Documents have prefixes, which see themselves in both directions."""
     biased: bool = False
-    """Some layer has relative positions, whose attention no backend computes: it has all scores in memory."""
+    """True if some layer has relative positions, whose attention no backend computes: it has all scores in memory."""
     pieces: bool = False
     """Kernels get pieces of a sequence, of which some layer sees windows to both sides."""
 
@@ -191,7 +191,7 @@ def _choose(config: AttentionConfig, need: KernelRequirements, machine: DeviceCa
 
 
 def choose_on(config: AttentionConfig, need: KernelRequirements, device: torch.device) -> KernelChoice:
-    """`choose` on this machine, where a flash-attn that is taken can be imported.
+    """The kernel that `choose` takes on this machine, after importing the flash-attn that it takes.
 
     Raises:
         UserError: See `choose`.
@@ -324,7 +324,7 @@ def _dotted(machine: DeviceCaps) -> str:
 
 
 def _flash_versions() -> frozenset[int]:
-    """Those that are installed. Version 2 comes with an early version 4 in its folder, without what that imports."""
+    """Installed versions of flash-attn. In the folder of version 2 is an early version 4, without what that imports."""
     found = {version for version, module in FLASH_MODULES.items() if _folder(*module.split("."))}
     if not (_distribution("flash-attn-4") and _folder("cutlass")):
         found -= {4}

@@ -106,7 +106,7 @@ _kept_cap = cache(_capped)
 
 @cache
 def _compiled(function: Any) -> Any:
-    """Without it, all scores would be in memory; and so they would past the limits, where it runs uncompiled.
+    """FlexAttention, compiled. Uncompiled it has all scores in memory, also where torch gives up at its limits.
 
     Lengths are few: those of phases, and those of validation, which are 64 times a power of two.
     """

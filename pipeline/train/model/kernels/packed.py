@@ -141,7 +141,7 @@ def _limit(distance: int | None) -> int | None:
 
 
 FLASH_MODULES = {2: "flash_attn.flash_attn_interface", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-"""By version, where its `flash_attn_varlen_func` is."""
+"""Module of `flash_attn_varlen_func`, by version."""
 
 
 def flash_function(version: int) -> Callable[..., Any]:
@@ -165,7 +165,7 @@ _OPERATIONS = (
 
 
 def operations() -> tuple[Any, ...]:
-    """Those of these kernels that are registered, whose results selective recomputation keeps."""
+    """Registered operations of these kernels, whose results selective recomputation keeps."""
     spaces = [(getattr(torch.ops, space), name) for space, name in _OPERATIONS]
     return tuple(getattr(space, name).default for space, name in spaces if hasattr(space, name))
 

@@ -20,7 +20,7 @@ from pipeline.train.model.kernels.tiles import sink_gradient
 
 
 @dataclass(frozen=True)
-class Told:
+class PackedArguments:
     """Arguments of a kernel besides queries, keys and values."""
 
     queries_N: Tensor
@@ -41,55 +41,55 @@ class Told:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Window of a kernel that is told of causality besides."""
+        """Window of a kernel that gets causality as an argument of its own."""
         return (-1, -1) if (self.back, self.ahead) == (-1, 0) else (self.back, self.ahead)
 
 
-Forward = Callable[[Tensor, Tensor, Tensor, Told], tuple[Tensor, Tensor]]
+Forward = Callable[[Tensor, Tensor, Tensor, PackedArguments], tuple[Tensor, Tensor]]
 """Queries [M, H, E], keys, values -> output [M, H, V], and logarithms of the sums of exponentials [H, M], fp32."""
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Told], tuple[Tensor, Tensor, Tensor]]
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, PackedArguments], tuple[Tensor, Tensor, Tensor]]
 """Gradient, queries, keys, values, output, sums -> gradients of queries, keys and values."""
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, told: Told) -> tuple[Tensor, Tensor]:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedArguments) -> tuple[Tensor, Tensor]:
     operation = torch.ops.torch_attn._varlen_attn.default
-    how = _varlen_arguments(told)
+    how = _varlen_arguments(packed)
     if any(argument.name == "enable_gqa" for argument in operation._schema.arguments):
         how["enable_gqa"] = q.shape[1] != k.shape[1]  # 2.11 has no such argument, and is given the keys of each head
-    found = operation(q, k, v, told.queries_N, told.keys_N, told.longest_queries, told.longest_keys, **how)
+    found = operation(q, k, v, packed.queries_N, packed.keys_N, packed.longest_queries, packed.longest_keys, **how)
     return found[0], found[1]
 
 
-def _varlen_arguments(told: Told) -> dict[str, Any]:
-    window = [told.back, told.ahead]
-    return {"is_causal": window == [-1, 0], "scale": told.scale, "window_size": window}
+def _varlen_arguments(packed: PackedArguments) -> dict[str, Any]:
+    window = [packed.back, packed.ahead]
+    return {"is_causal": window == [-1, 0], "scale": packed.scale, "window_size": window}
 
 
 def _varlen_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, told: Told
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, packed: PackedArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # there is no dropout
-    given = (gradient, q, k, v, out, sums, told.queries_N, told.keys_N, told.longest_queries, told.longest_keys)
+    given = (gradient, q, k, v, out, sums, packed.queries_N, packed.keys_N, packed.longest_queries, packed.longest_keys)
     operation = torch.ops.torch_attn._varlen_attn_backward.default
-    found = operation(*given, rng_state=random, **_varlen_arguments(told))
+    found = operation(*given, rng_state=random, **_varlen_arguments(packed))
     return cast(tuple[Tensor, Tensor, Tensor], tuple(found))
 
 
-def _flash2(q: Tensor, k: Tensor, v: Tensor, told: Told) -> tuple[Tensor, Tensor]:
+def _flash2(q: Tensor, k: Tensor, v: Tensor, packed: PackedArguments) -> tuple[Tensor, Tensor]:
     found = import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_forward(
         q,
         k,
         v,
-        told.queries_N,
-        told.keys_N,
-        told.longest_queries,
-        told.longest_keys,
+        packed.queries_N,
+        packed.keys_N,
+        packed.longest_queries,
+        packed.longest_keys,
         0.0,
-        told.scale,
-        causal=told.causal,
-        window_size_left=told.window[0],
-        window_size_right=told.window[1],
-        softcap=told.soft_cap,
+        packed.scale,
+        causal=packed.causal,
+        window_size_left=packed.window[0],
+        window_size_right=packed.window[1],
+        softcap=packed.soft_cap,
         alibi_slopes=None,
         return_softmax=False,
     )
@@ -97,7 +97,7 @@ def _flash2(q: Tensor, k: Tensor, v: Tensor, told: Told) -> tuple[Tensor, Tensor
 
 
 def _flash2_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, told: Told
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, packed: PackedArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     import_module("flash_attn.flash_attn_interface")._flash_attn_varlen_backward(
@@ -108,47 +108,47 @@ def _flash2_backward(
         out,
         sums,
         *found,
-        told.queries_N,
-        told.keys_N,
-        told.longest_queries,
-        told.longest_keys,
+        packed.queries_N,
+        packed.keys_N,
+        packed.longest_queries,
+        packed.longest_keys,
         0.0,
-        told.scale,
-        told.causal,
-        *told.window,
-        told.soft_cap,
+        packed.scale,
+        packed.causal,
+        *packed.window,
+        packed.soft_cap,
         None,
-        told.deterministic,
+        packed.deterministic,
     )
     return found
 
 
-def _flash3(q: Tensor, k: Tensor, v: Tensor, told: Told) -> tuple[Tensor, Tensor]:
+def _flash3(q: Tensor, k: Tensor, v: Tensor, packed: PackedArguments) -> tuple[Tensor, Tensor]:
     found = import_module("flash_attn_interface")._flash_attn_forward(
         q,
         k,
         v,
-        causal=told.causal,
-        **_flash3_arguments(told),
+        causal=packed.causal,
+        **_flash3_arguments(packed),
     )
     return found[0], found[1]
 
 
-def _flash3_arguments(told: Told) -> dict[str, Any]:
+def _flash3_arguments(packed: PackedArguments) -> dict[str, Any]:
     return {
-        "cu_seqlens_q": told.queries_N,
-        "cu_seqlens_k": told.keys_N,
-        "max_seqlen_q": told.longest_queries,
-        "max_seqlen_k": told.longest_keys,
-        "softmax_scale": told.scale,
-        "window_size_left": told.window[0],
-        "window_size_right": told.window[1],
-        "softcap": told.soft_cap,
+        "cu_seqlens_q": packed.queries_N,
+        "cu_seqlens_k": packed.keys_N,
+        "max_seqlen_q": packed.longest_queries,
+        "max_seqlen_k": packed.longest_keys,
+        "softmax_scale": packed.scale,
+        "window_size_left": packed.window[0],
+        "window_size_right": packed.window[1],
+        "softcap": packed.soft_cap,
     }
 
 
 def _flash3_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, told: Told
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, packed: PackedArguments
 ) -> tuple[Tensor, Tensor, Tensor]:
     found = (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     import_module("flash_attn_interface")._flash_attn_backward(
@@ -161,9 +161,9 @@ def _flash3_backward(
         dq=found[0],
         dk=found[1],
         dv=found[2],
-        is_causal=told.causal,
-        deterministic=told.deterministic,
-        **_flash3_arguments(told),
+        is_causal=packed.causal,
+        deterministic=packed.deterministic,
+        **_flash3_arguments(packed),
     )
     return found
 
@@ -173,7 +173,7 @@ PASSES: dict[str, tuple[Forward, Backward]] = {
     "flash 2": (_flash2, _flash2_backward),
     "flash 3": (_flash3, _flash3_backward),
 }
-"""By name of a kernel, its passes."""
+"""Passes of a kernel, by its name."""
 
 
 def takes_sinks(kernel: str) -> bool:
@@ -229,8 +229,10 @@ def _attend(
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Output [M, H, V], and logarithms of the sums of exponentials [H, M], those of the sinks among them."""
-    told = Told(queries_N, keys_N, longest_queries, longest_keys, scale, soft_cap, back, ahead, deterministic)
-    out, sums = PASSES[kernel][0](q_MHE, k_JKE, v_JKV, told)
+    packed = PackedArguments(
+        queries_N, keys_N, longest_queries, longest_keys, scale, soft_cap, back, ahead, deterministic
+    )
+    out, sums = PASSES[kernel][0](q_MHE, k_JKE, v_JKV, packed)
     joined = torch.logaddexp(sums, sinks_H[:, None].to(sums.dtype))
     share_MH = (sums - joined).exp_().transpose(0, 1)
     return (out * share_MH[..., None]).to(q_MHE.dtype), joined
@@ -257,8 +259,10 @@ def _attend_backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of queries, keys, values and sinks."""
-    told = Told(queries_N, keys_N, longest_queries, longest_keys, scale, soft_cap, back, ahead, deterministic)
-    given = (gradient_MHV.contiguous(), q_MHE, k_JKE, v_JKV, out_MHV, sums_HM, told)
+    packed = PackedArguments(
+        queries_N, keys_N, longest_queries, longest_keys, scale, soft_cap, back, ahead, deterministic
+    )
+    given = (gradient_MHV.contiguous(), q_MHE, k_JKE, v_JKV, out_MHV, sums_HM, packed)
     to_sinks = sink_gradient(gradient_MHV, out_MHV, sums_HM.transpose(0, 1), sinks_H)
     return *PASSES[kernel][1](*given), to_sinks
 

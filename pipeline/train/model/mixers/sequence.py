@@ -36,13 +36,13 @@ class SequenceCut(Protocol):
         """Positions, from and to, of each piece of the whole that this process has, all of one length."""
 
     def gather_pieces(self, x_P: Tensor) -> Tensor:
-        """Things of all pieces in their order, [N, ...], from those of this process's pieces [P, ...].
+        """Values of all pieces in their order, [N, ...], from the values of this process's pieces [P, ...].
 
         Its gradient is summed over the processes, each of which gets that of its pieces.
         """
 
     def own_heads(self, x_H: Tensor) -> Tensor:
-        """Those elements, one for each query head of this process, whose heads `attend` computes here."""
+        """Elements of the query heads that `attend` computes on this process, of one for each query head."""
 
     def attend(
         self,
@@ -93,7 +93,7 @@ class SequencePieces:
 
     @classmethod
     def of(cls, length: int, bounds_BS: Tensor | None, cut: SequenceCut | None) -> SequencePieces:
-        """Those of sequences of a length with these bounds."""
+        """Pieces of sequences of a length with these bounds."""
         if cut is None:
             return cls(Chunks.of(length, bounds_BS))
         pieces = cut.own_pieces(length)
@@ -132,7 +132,7 @@ class SequencePieces:
         return self._own(torch.stack(entering))
 
     def _own(self, x_NB: Tensor) -> Tensor:
-        """Rows of this process's pieces, [P * B, ...], of those of all [N, B, ...].
+        """Rows of this process's pieces, [P * B, ...], out of the rows of all pieces [N, B, ...].
 
         It is taken out of all, as every process must be in the backward pass of what was collected: also the one whose
         piece is the first, and that needs nothing of the others.

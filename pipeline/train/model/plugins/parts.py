@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _BASES: Mapping[str, Any] = {"mixers": MixerSpec, "mlps": LayerPartSpec}
-"""By kind of plug-in the class that its own extends."""
+"""Class that those of plug-ins extend, by kind of plug-in."""
 
 
 def plugin_spec(kind: Literal["mixers", "mlps"], model: ModelConfig, layer: LayerConfig) -> Any:

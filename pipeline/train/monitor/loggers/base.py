@@ -31,7 +31,7 @@ class RunInfo:
     id: str
     """16 hexadecimal digits, the same in all attempts at the run and different in a fork."""
     parent: ParentRun | None
-    """For a fork."""
+    """Parent run, for a fork."""
     first_step: int
     """Steps that are done when this attempt begins; rows of later steps that were logged before are outdated."""
     total_steps: int

@@ -119,8 +119,8 @@ def run_info(config: Config, folder: RunFolder, total: int, origin: dict[str, An
     """A run, as its loggers need it; gives it an id, if it has none. Arguments as those of `open_loggers`."""
     parent = None
     if origin.get("kind") == "fork":
-        there = Path(origin["run"])
-        parent = ParentRun(there, origin["step"], _id_in(there))
+        parent_run = Path(origin["run"])
+        parent = ParentRun(parent_run, origin["step"], _id_in(parent_run))
     id = _id_in(folder.path)
     if id is None:
         id = secrets.token_hex(8)

@@ -1,4 +1,4 @@
-"""What kernels for packed documents are told: computed from as documented, it is the attention of the mask."""
+"""What kernels for packed documents are given: computed from as documented, it is the attention of the mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from pipeline.train.model.kernels import packed, packed_sinks
 from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen
-from pipeline.train.model.kernels.packed_sinks import Told
+from pipeline.train.model.kernels.packed_sinks import PackedArguments
 from pipeline.train.model.kernels.packing import pack
 from pipeline.train.model.kernels.te import TransformerEngine
 from pipeline.train.model.part_spec import Reach
@@ -54,31 +54,31 @@ def packed_attention(
     return torch.cat(outs), torch.cat(sums, dim=1)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, told: Told) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, packed: PackedArguments) -> tuple[Tensor, Tensor]:
     """A kernel's forward pass: output [M, H, V] and sums [H, M]."""
-    window = (told.back, told.ahead)
-    return packed_attention(q, k, v, told.queries_N, told.keys_N, window, told.scale, told.soft_cap)
+    window = (packed.back, packed.ahead)
+    return packed_attention(q, k, v, packed.queries_N, packed.keys_N, window, packed.scale, packed.soft_cap)
 
 
 def backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, told: Told
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, packed: PackedArguments
 ) -> tuple[Tensor, ...]:
     """A kernel's backward pass, of the weights that follow from the sums which it is given."""
     gradients = [torch.zeros_like(x) for x in (q, k, v)]
     copies = q.shape[1] // k.shape[1]
-    for place in range(len(told.queries_N) - 1):
-        mine = slice(int(told.queries_N[place]), int(told.queries_N[place + 1]))
-        theirs = slice(int(told.keys_N[place]), int(told.keys_N[place + 1]))
+    for place in range(len(packed.queries_N) - 1):
+        mine = slice(int(packed.queries_N[place]), int(packed.queries_N[place + 1]))
+        theirs = slice(int(packed.keys_N[place]), int(packed.keys_N[place + 1]))
         some, k_all, v_all = q[mine], *(x[theirs].repeat_interleave(copies, dim=1) for x in (k, v))
         distance = torch.arange(len(some))[:, None] + len(k_all) - len(some) - torch.arange(len(k_all))
-        hidden = (distance > told.back) & (told.back >= 0) | (-distance > told.ahead) & (told.ahead >= 0)
-        scores = torch.einsum("qhe,khe->hqk", some, k_all) * told.scale
-        tanh = torch.tanh(scores / told.soft_cap) if told.soft_cap else torch.zeros_like(scores)
-        scores = told.soft_cap * tanh if told.soft_cap else scores
+        hidden = (distance > packed.back) & (packed.back >= 0) | (-distance > packed.ahead) & (packed.ahead >= 0)
+        scores = torch.einsum("qhe,khe->hqk", some, k_all) * packed.scale
+        tanh = torch.tanh(scores / packed.soft_cap) if packed.soft_cap else torch.zeros_like(scores)
+        scores = packed.soft_cap * tanh if packed.soft_cap else scores
         weights = (scores - sums[:, mine, None]).exp().masked_fill(hidden, 0)
         of_out = torch.einsum("qhv,khv->hqk", gradient[mine], v_all)
         rows = (gradient[mine] * out[mine]).sum(-1).T
-        of_scores = weights * (of_out - rows[..., None]) * (1 - tanh**2) * told.scale
+        of_scores = weights * (of_out - rows[..., None]) * (1 - tanh**2) * packed.scale
         gradients[0][mine] = torch.einsum("hqk,khe->qhe", of_scores, k_all)
         for found, each, by in ((gradients[1], of_scores, some), (gradients[2], weights, gradient[mine])):
             found[theirs] += torch.einsum("hqk,qhe->khe", each, by).unflatten(1, (k.shape[1], copies)).sum(2)
@@ -171,14 +171,14 @@ def test_sinks_from_both_passes(case: Case, cap: float | None, kernel: str) -> N
 
 @pytest.mark.parametrize("back", [-1, 5])
 def test_passes_are_called_as_torch_wants_it(back: int) -> None:
-    """Its own checks and shapes, on tensors without data, and what the kernel beneath is told."""
+    """Its own checks and shapes, on tensors without data, and what the kernel beneath is given."""
     q, k, v = (torch.empty(12, heads, 8, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     places = torch.tensor([0, 7, 12], dtype=torch.int32, device="meta")
-    told = Told(places, places, 12, 12, 0.3, 0.0, back, 0, False)
+    packed = PackedArguments(places, places, 12, 12, 0.3, 0.0, back, 0, False)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        out, sums = packed_sinks._varlen(q, k, v, told)
+        out, sums = packed_sinks._varlen(q, k, v, packed)
         assert out.shape == q.shape and sums.shape == (4, 12)
-        found = packed_sinks._varlen_backward(out, q, k, v, out, sums, told)
+        found = packed_sinks._varlen_backward(out, q, k, v, out, sums, packed)
     assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
 
 
@@ -194,13 +194,13 @@ def test_windows_to_both_sides_of_pieces_are_not_packed() -> None:
 def test_varlen(case: Case, value: int | None) -> None:
     case = replace(case, value=value)
 
-    def grouped(q: Tensor, k: Tensor, v: Tensor, *told: Any, enable_gqa: bool = False, **how: Any) -> Tensor:
+    def grouped(q: Tensor, k: Tensor, v: Tensor, *places: Any, enable_gqa: bool = False, **how: Any) -> Tensor:
         assert enable_gqa == (q.shape[1] != k.shape[1])
-        return plain(q, k, v, *told, **how)
+        return plain(q, k, v, *places, **how)
 
-    def plain(q: Tensor, k: Tensor, v: Tensor, *told: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
-        check(q, k, *told)
-        return packed_attention(q, k, v, told[0], told[1], window_size, scale)[0]
+    def plain(q: Tensor, k: Tensor, v: Tensor, *places: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+        check(q, k, *places)
+        return packed_attention(q, k, v, places[0], places[1], window_size, scale)[0]
 
     for stand_in in (grouped, plain):  # of 2.13 and of 2.11
         with pytest.MonkeyPatch.context() as patch:

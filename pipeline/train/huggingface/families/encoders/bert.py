@@ -148,7 +148,7 @@ def _names(prefix: str, head: dict[str, str], positions: int = 0) -> Names:
 
 
 _OLD_NORMS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
-"""As TensorFlow had them, and files of the first BERT have."""
+"""Names of norms in TensorFlow, and in files of the first BERT."""
 _UNUSED = (r"embeddings\.position_ids", r"pooler\.dense\.(weight|bias)")
 """A buffer, and what the output for whole texts was made of."""
 _BERT_HEAD = "cls.predictions."

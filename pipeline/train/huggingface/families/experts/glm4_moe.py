@@ -106,7 +106,7 @@ def needs_biased_experts() -> dict[str, Need]:
 
 
 def with_shared_experts(others: Need) -> Need:
-    """With shared experts of the size of the others beside them."""
+    """A need of experts, with shared ones of the size of the others beside them."""
     return restricted(others, _whole_shared_experts, "shared_ffn_dim is a multiple of ffn_dim")
 
 

@@ -95,7 +95,7 @@ def write_qwen_experts(model: ModelConfig) -> Json:
 
 
 def needs_shared(needs: dict[str, Need]) -> dict[str, Need]:
-    """With a shared mlp in layers with experts."""
+    """Needs of a family with a shared mlp in layers with experts."""
     shared = restricted(needs["experts"], lambda experts: experts.shared_ffn_dim is not None, "a shared mlp")
     return {**needs, "experts": shared}
 

@@ -105,7 +105,7 @@ def _listed(numbers: Any) -> list[int]:
 
 
 def _read_sparse(source: ConfigSource, layers: int) -> list[bool]:
-    """For each layer whether it has experts."""
+    """Flags of the layers that have experts."""
     first = source.count("first_k_dense_replace", 1)
     types = source.get("mlp_layer_types") or [_DENSE if index < first else _SPARSE for index in range(layers)]
     if not isinstance(types, list) or len(types) != layers or any(each not in (_DENSE, _SPARSE) for each in types):

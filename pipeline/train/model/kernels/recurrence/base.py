@@ -40,4 +40,4 @@ def _causal_conv(*args: Any) -> Tensor:
 
 
 PLAIN = RecurrentKernels(_ssd, _delta_rule, _causal_conv)
-"""Those in plain PyTorch, for all devices."""
+"""Kernels in plain PyTorch, for all devices."""

@@ -83,7 +83,7 @@ def _conv(
     ages_BS: Tensor | None,
     activation: bool,
 ) -> Tensor:
-    """`_plain`, a few positions at a time."""
+    """The convolution as `_plain` computes it, a few positions at a time."""
     y_BSC = torch.empty_like(x_BSC, memory_format=torch.contiguous_format)
     taps_KC = _taps(weight_CK, x_BSC)
     for begin, inputs_BTC, young in _parts(x_BSC, before_BKC, ages_BS, taps_KC):
@@ -177,7 +177,7 @@ class _Young:
         return cls(tuple(mask_BQ[..., None] for mask_BQ in masks))
 
     def clear(self, z_BQC: Tensor, age: int) -> None:
-        """Set the sums of those to 0 that have no input of an age."""
+        """Set the sums of positions to 0 that have no input of an age."""
         if z_BQC.device.type == "cpu":
             z_BQC.view(-1, z_BQC.shape[-1]).index_fill_(0, self.of_age[age - 1], 0)
         else:

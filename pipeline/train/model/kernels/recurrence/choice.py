@@ -58,7 +58,7 @@ def choose_recurrent(train: TrainConfig, machine: DeviceCaps) -> RecurrentChoice
 
 
 def choose_recurrent_on(train: TrainConfig, device: torch.device) -> RecurrentChoice:
-    """`choose_recurrent` on this machine; with `auto` a package that cannot be imported is not taken.
+    """The kernels that `choose_recurrent` takes on this machine; with `auto` none of a package that cannot be imported.
 
     Raises:
         UserError: See `choose_recurrent`.

@@ -39,7 +39,7 @@ class Chunks:
     length: int
     """Positions of a sequence."""
     bounds_BS: Tensor | None = None
-    """For every position the first one of its document, counted from the sequence's first; below 0 where the document
+    """First position of the document of every position, counted from the sequence's first; below 0 where the document
     began before. None: one document, which did."""
     same_BnQQ: Tensor | None = None
     """With bounds: position j (the last dimension) is not after i and in its document. None: see `causal`."""
@@ -52,7 +52,7 @@ class Chunks:
 
     @classmethod
     def of(cls, length: int, bounds_BS: Tensor | None = None) -> Chunks:
-        """Those of sequences with these bounds."""
+        """Chunks of sequences with these bounds."""
         if bounds_BS is None:
             return cls(length)
         padding = -length % CHUNK

@@ -238,7 +238,7 @@ def _flops(q: Sequence[int], k: Sequence[int], v: Sequence[int], *others: Any, *
 def _backward_flops(
     into_o: Any, into_last: Any, q: Sequence[int], k: Sequence[int], v: Sequence[int], *others: Any, **_: Any
 ) -> int:
-    """All of it but the results again; gradients of states, and what they give; those of scores and the system."""
+    """FLOPs of backward: all but the results again, gradients of states and their results, of scores and system."""
     (B, S, K, N), (H, P) = q, v[2:]
     positions = B * -(-S // CHUNK) * CHUNK
     again = 4 * H * N * P + CHUNK * (4 * K * N + 2 * H * P + H * CHUNK)

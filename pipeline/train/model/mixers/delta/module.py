@@ -132,7 +132,7 @@ class GatedDelta(nn.Module):
 def _step(
     q_B1KN: Tensor, k_B1KN: Tensor, v_B1HP: Tensor, g: Tensor, beta_B1H: Tensor, state_BHNP: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`delta_step` of sequences of one position."""
+    """Output of sequences of one position, by `delta_step`."""
     g_BHX = g[:, 0] if g.ndim == 4 else g[:, 0, :, None]
     o_BHP, last_BHNP = delta_step(q_B1KN[:, 0], k_B1KN[:, 0], v_B1HP[:, 0], g_BHX, beta_B1H[:, 0], state_BHNP)
     return o_BHP[:, None], last_BHNP

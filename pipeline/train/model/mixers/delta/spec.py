@@ -145,7 +145,7 @@ class DeltaSpec(RecurrentSpec):
         return (2 * (3 * self.keys_dim + self.values_dim) + 4 * self.values_dim + 2 * self.decays) / tp
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
-        """Those of all products but the last."""
+        """Results of all products but the last."""
         if "matmul" not in keep:
             return 0.0
         return sum(matrix.on_rank(tp)[0] for matrix in self.matrices[:-1])

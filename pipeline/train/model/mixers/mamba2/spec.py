@@ -135,7 +135,7 @@ class Mamba2Spec(RecurrentSpec):
         return convolved + (5 * self.inner_dim + self.heads) / tp
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
-        """Those of all products but the last."""
+        """Results of all products but the last."""
         if "matmul" not in keep:
             return 0.0
         return (2 * self.inner_dim + self.heads) / tp + 2 * self._group_dim_on_rank(tp)

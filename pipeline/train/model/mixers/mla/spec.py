@@ -163,7 +163,7 @@ class MlaSpec(MixerSpec):
         return 2 * self._latents + 2 * self.heads * (self.head_dim + self.value_dim) / tp
 
     def kept_results(self, keep: Collection[str], tp: int) -> float:
-        """The result of attention; those of all products but the last."""
+        """Results of attention, and of all products but the last."""
         attention = self.heads * self.value_dim / tp if "attention" in keep else 0.0
         of_heads = self.heads * (self.head_dim + self.nope_dim + self.value_dim) / tp
         return attention + (self._latents + self.rope_dim + of_heads if "matmul" in keep else 0.0)

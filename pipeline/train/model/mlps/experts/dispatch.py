@@ -43,7 +43,7 @@ class DispatchOrder:
         return cast(Tensor, _Dispatched.apply(x_TD, self, True))  # type: ignore[no-untyped-call]
 
     def gates(self, gates_TK: Tensor) -> Tensor:
-        """Their weights [N]."""
+        """Weights of the rows [N]."""
         return permuted(gates_TK.flatten(), self.order_N, self.inverse_N)
 
     def summed(self, rows_ND: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ class Exchange(Protocol):
     def sizes(self, counts_E: Tensor, rows: int) -> Sizes:
         """Sizes of an exchange, from how many rows each expert gets from here; every process calls this."""
 
-    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
-        """Rows and their weights on the way to this process's experts, for `arrived`."""
+    def send(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
+        """Send rows and their weights to the processes that have their experts; `arrived` gives what comes in turn."""
 
     def arrived(self, sent: Any, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """Rows and weights that are here, in the order of this process's experts."""
 
-    def back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
+    def send_back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
         """The reverse of both for rows: their results, in the order in which they were sent."""
 
 
@@ -86,13 +86,13 @@ class _OwnSizes:
 
 
 class AllHere:
-    """No exchange: each process has all experts."""
+    """The exchange where each process has all experts: nothing is sent."""
 
     def sizes(self, counts_E: Tensor, rows: int) -> Sizes:
         """See `Exchange`."""
         return _OwnSizes(counts_E.cumsum(0).int(), rows)
 
-    def there(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
+    def send(self, rows_ND: Tensor, gates_N: Tensor, sizes: Sizes) -> Any:
         """See `Exchange`."""
         return rows_ND, gates_N
 
@@ -101,7 +101,7 @@ class AllHere:
         rows_ND, gates_N = sent
         return rows_ND, gates_N
 
-    def back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
+    def send_back(self, rows_ND: Tensor, sizes: Sizes) -> Tensor:
         """See `Exchange`."""
         return rows_ND
 

@@ -45,7 +45,7 @@ class PositionShare(Protocol):
         """This rank's positions."""
 
     def give(self, x_BSD: Tensor) -> Tensor:
-        """Those of all ranks, from this rank's."""
+        """Positions of all ranks, from this rank's."""
 
 
 class Experts(nn.Module):
@@ -82,10 +82,10 @@ class Experts(nn.Module):
         if chosen is not None and before is None:
             chosen.append(way)
         order, sizes = way.order, way.sizes
-        sent = self.exchange.there(order.rows(x_TD), order.gates(choice.gates_TK), sizes)
+        sent = self.exchange.send(order.rows(x_TD), order.gates(choice.gates_TK), sizes)
         shared_BSD = self._shared(x_BSD)  # while rows are on their way
         rows_ND = self.experts(*self.exchange.arrived(sent, sizes), sizes.ends_E)
-        out_TD = order.summed(self.exchange.back(rows_ND, sizes))
+        out_TD = order.summed(self.exchange.send_back(rows_ND, sizes))
         balance = z = choice.logits_TE.new_zeros(())
         if routing is not None:
             balance, z = routing.losses(choice, self.router, way.counts_BE)

@@ -87,7 +87,7 @@ class Routing:
         return balance, z
 
     def attached(self, x: Tensor, balance: Tensor, z: Tensor) -> Tensor:
-        """`x`, with whose backward pass that of the losses begins."""
+        """Tensor `x`, with the losses attached: the backward pass of `x` begins theirs."""
         if not self.loss and not self.z_loss:
             return x
         total = self.loss * balance + self.z_loss * z

@@ -39,11 +39,11 @@ class DeltaInputs:
 
     @classmethod
     def of(cls, q_BSKN: Tensor, k_BSKN: Tensor, v_BSHP: Tensor, g: Tensor, beta_BSH: Tensor) -> DeltaInputs:
-        """Those of `delta_rule`."""
+        """Inputs of `delta_rule`."""
         return cls(q_BSKN, k_BSKN, v_BSHP, g if g.ndim == 4 else g[..., None], beta_BSH[..., None])
 
     def part(self, rows: slice, keys: slice, heads: slice) -> DeltaInputs:
-        """Those of some rows and key heads, with the value heads that share them."""
+        """Inputs of some rows and key heads, with the value heads that share them."""
         return DeltaInputs(
             self.q_BSKN[rows, :, keys],
             self.k_BSKN[rows, :, keys],
@@ -55,7 +55,7 @@ class DeltaInputs:
 
 @dataclass(frozen=True)
 class DeltaMasks:
-    """Those of documents for some rows and chunks, see `Chunks`."""
+    """Masks of documents for some rows and chunks, see `Chunks`."""
 
     identity_QQ: Tensor
     visible_nBQQ: Tensor
@@ -72,7 +72,7 @@ class DeltaMasks:
         leaves_BnQ: Tensor | None,
         passes_Bn: Tensor | None,
     ) -> DeltaMasks:
-        """Those of all rows and chunks in the type of another tensor; all None: of one document."""
+        """Masks of all rows and chunks in the type of another tensor; all None: of one document."""
         same_BnQQ = Chunks.causal(like.device)[None, None] if same_BnQQ is None else same_BnQQ
         enters, leaves, passes = (
             None if mask is None else mask.transpose(0, 1).to(like.dtype)
@@ -87,7 +87,7 @@ class DeltaMasks:
         )
 
     def part(self, rows: slice, chunks: slice) -> DeltaMasks:
-        """Those of some of them."""
+        """Masks of some rows and chunks."""
         if self.enters_nB11Q1 is None or self.leaves_nB11Q1 is None or self.passes_nB1111 is None:
             return self
         return DeltaMasks(
@@ -226,5 +226,5 @@ class DeltaBlock:
 
 
 def _stacked(x: list[Tensor]) -> Tensor:
-    """One tensor of those of chunks, without a copy of a single one."""
+    """Tensors of chunks as one, without a copy where there is a single one."""
     return x[0][None] if len(x) == 1 else torch.stack(x)

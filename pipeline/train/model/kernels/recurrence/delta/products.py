@@ -27,7 +27,7 @@ def add_product(to: Tensor, one: Tensor, other: Tensor, factor: int = 1) -> Tens
 
 
 class ProductsByHead:
-    """Those of heads that decay at one rate."""
+    """Products of keys and queries of heads that decay at one rate."""
 
     def __init__(self, q_nBK1QN: Tensor, k_nBK1QN: Tensor, sums_nBKRQ1: Tensor, visible_nB11QQ: Tensor) -> None:
         self._q, self._k = q_nBK1QN, k_nBK1QN
@@ -38,7 +38,7 @@ class ProductsByHead:
         """Of a query with the keys up to its own."""
 
     def gradients(self, into_kept_nBKRQQ: Tensor, into_scores_nBKRQQ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of queries, keys and sums; those given are overwritten, and what is hidden in them does not matter."""
+        """Gradients of queries, keys and sums. Overwrites the arguments; what is hidden in them does not matter."""
         into_kept_nBKRQQ.tril_(-1)
         # A query reads its own key without a decay: no gradient of sums, not the rounding of two that cancel.
         between_nBKRQQ = (into_scores_nBKRQQ * self.scores_nBKRQQ).tril_(-1)
@@ -52,7 +52,7 @@ class ProductsByHead:
 
 
 class ProductsByChannel:
-    """Those of heads where each dimension of a key decays at a rate of its own.
+    """Products of keys and queries of heads where each dimension of a key decays at a rate of its own.
 
     Of two positions in different halves of a sub-block the decay goes through the first position of the second half,
     so that both factors are at most 1, whatever the decay is. Within the smallest sub-blocks it is computed by pairs.
@@ -76,7 +76,7 @@ class ProductsByChannel:
         self.scores_nBKRQQ.diagonal(dim1=-2, dim2=-1).copy_((q_nBK1QN * k_nBK1QN).sum(-1))
 
     def gradients(self, into_kept_nBKRQQ: Tensor, into_scores_nBKRQQ: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Those of queries, keys and sums; what is hidden in those given does not matter."""
+        """Gradients of queries, keys and sums; what is hidden in the arguments does not matter."""
         into_products = torch.stack((into_kept_nBKRQQ, into_scores_nBKRQQ), dim=-2)
         into_products.mul_(self._visible[..., None, :])
         shape = self._sums.shape
