@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.slurm import ResourcesConfig, SiteConfig
-from pipeline.train.distributed.layout import fixed_processes, resolve
+from pipeline.train.distributed.layout import degrees_text, fixed_processes, given_degrees, resolve
 from slurm.jobs import Backend, Stage, StageName, resources_key
 from slurm.record.planned_job import Chain, Dependency, PlannedJob
 
@@ -100,12 +100,10 @@ def train_processes(config: Config, site: SiteConfig, backend: Backend) -> tuple
     try:
         resolve(config.parallel, total)
     except UserError:
-        needed = fixed_processes(config.parallel)
-        rest = -1 in (config.parallel.dp_shard, config.parallel.dp_replicate)
-        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-        named = [f"{axis} {size}" for axis in axes if (size := getattr(config.parallel, axis)) > 1]
+        needed, asked = fixed_processes(config.parallel), given_degrees(config.parallel)
+        rest = -1 in asked.values()
         raise UserError(
-            f"{text}, but parallel ({' x '.join(named) or 'no axis above 1'}) needs "
+            f"{text}, but parallel ({degrees_text(asked) or 'no axis above 1'}) needs "
             + (f"a multiple of {needed}; " if rest else f"{needed}; ")
             + f"change slurm.nodes, slurm.processes_per_node (by default {gpus_key(config)}) or parallel"
             + ("" if rest else " (dp_shard: -1 takes all there are)")

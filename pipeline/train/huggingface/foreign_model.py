@@ -178,7 +178,7 @@ class ForeignModel(ABC):
         """
         filled = 0
         with self._found.opened() as read:
-            for theirs, piece, here in self.mapping.ours[name].pieces(rows, *others):
-                target[here].copy_(piece.of(read(self._names[theirs], piece.there)))
-                filled = here + 1 if isinstance(here, int) else here.stop
+            for theirs, piece, place in self.mapping.ours[name].pieces(rows, *others):
+                target[place].copy_(piece.of(read(self._names[theirs], piece.source)))
+                filled = place + 1 if isinstance(place, int) else place.stop
         target[filled:].zero_()
