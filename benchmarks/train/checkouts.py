@@ -55,7 +55,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dp 2": {"launch.processes": 2, "train.metrics.layers_every_steps": 2, "train.metrics.windows": True},
     "dp 3": {"launch.processes": 3, "train.batch_size": 6},
     "tp 2": {"launch.processes": 2, "parallel": {"tp": 2}, "train.metrics.windows": True},
-    "pp 2, dp 2": {"launch.processes": 4, "parallel": {"pp": 2}, "train.metrics.layers_every_steps": 2},
+    "pp 2, dp 2": {"launch.processes": 4, "parallel": {"pp": 2}, "train.batch_size": 8},
     "cp 2": {"launch.processes": 2, "parallel": {"cp": 2}, "model.mtp": {"depth": 1}, "train.loss": {"mtp": 0.3}},
     "ep 2": {"launch.processes": 2, "parallel": {"ep": 2}, "model.mlp": "experts", "model.experts": EXPERTS},
 }
