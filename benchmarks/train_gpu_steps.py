@@ -25,7 +25,7 @@ from pipeline.config.model import InitConfig
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.distributed import process_group
 from pipeline.train.loop.step import Stepper
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import local_range, weight_std
 from pipeline.train.monitor.metrics import peak_flops

@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from pipeline.config.model import ModelConfig
 from pipeline.eval.generation.generate import generate
 from pipeline.eval.generation.sampling import Sampling
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 
 NEW = 64
 NAMES = {

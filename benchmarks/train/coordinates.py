@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.init import init_weights, lr_scale
 from pipeline.train.model.mlps.dense.spec import DenseKind
 

@@ -42,9 +42,9 @@ from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.parallel.mesh import Mesh
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE
 from pipeline.train.start.setup import ALONE, choose_device, set_arithmetic

@@ -15,8 +15,8 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.encoders import refuse_encoder
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.checkpoint.state_shapes import is_buffer, is_count
-from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.meta import on_meta
 from pipeline.train.model.mixers.fp32_vectors import fp32_parameters
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE

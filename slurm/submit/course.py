@@ -33,7 +33,7 @@ from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.policy import cadences, most_exports
 from pipeline.train.export.folders import ExportFolders
 from pipeline.train.host.devices import calibrated, device_of_gres
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
 from pipeline.train.planning.published import TYPICAL, expected

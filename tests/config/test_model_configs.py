@@ -16,7 +16,7 @@ from pipeline.train.distributed.process_group import destroy
 from pipeline.train.host.devices import DEVICES
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.registry import FAMILIES
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.planning.plan import plan
 from pipeline.train.rules.layout import check_layout, layout_warnings

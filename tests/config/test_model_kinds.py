@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 
 SHAPE: dict[str, Any] = {"layers": 5, "dim": 64, "heads": 4}
 

@@ -17,7 +17,7 @@ from pipeline.train.checkpoint.export import average
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.host.devices import DEVICES
 from pipeline.train.huggingface.convert import to_hf
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.planning.plan import plan
 from pipeline.train.rules.layout import check_layout, layout_warnings

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipeline.config.load import load
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.parallel.parallelize import has_recurrence
 from pipeline.train.rules.layout import check_layout, layout_warnings
 from pipeline.train.rules.layout_check import world_size

@@ -22,7 +22,7 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.feature_table import FEATURES, KINDS, Feature, letter
 from pipeline.train.huggingface.configs import from_hf_config
 from pipeline.train.huggingface.registry import FAMILIES
-from pipeline.train.model.config import MIXERS, MLPS
+from pipeline.train.model.decoder_spec import MIXERS, MLPS
 from pipeline.train.rules.layout import check_layout, layout_warnings
 from tests import tiny
 from tests.train.huggingface import test_parity, test_t5

@@ -21,8 +21,8 @@ from pipeline.config.load import load
 from pipeline.config.model import MtpConfig
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.distributed.layout import Layout
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder, ModelPart
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import layer_parameters, num_parameters
 from pipeline.train.parallel.footprint import end_parameters, footprint, layer_sizes
 from pipeline.train.rules.layout_check import check, world_size

@@ -28,7 +28,7 @@ from pipeline.train.loop.quantities.requests import AgreedRequests
 from pipeline.train.loop.quantities.windows import WindowLosses
 from pipeline.train.loop.quantities.work import RankWork
 from pipeline.train.loop.step import Stepper, StepResult
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.flex import Flex
 from pipeline.train.model.kernels.packed import Varlen

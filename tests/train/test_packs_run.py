@@ -33,8 +33,8 @@ from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.start.fork import fork
 from tests import tiny

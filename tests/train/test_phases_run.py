@@ -15,7 +15,7 @@ from pipeline.config.load import load
 from pipeline.data.order.journal import Journal
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.run.folder import read_metrics
 from tests import tiers, tiny

@@ -10,8 +10,8 @@ from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.loop.step import Stepper
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.loss import token_loss
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model

@@ -19,7 +19,7 @@ from pipeline.data.order.journal_file import read_journal
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.eval.report.gather import RunFacts
 from pipeline.train.distributed.axes import axis_names
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.monitor.phase_log import describe_run
 from pipeline.train.run.goodput import number

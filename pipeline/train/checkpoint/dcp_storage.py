@@ -28,7 +28,7 @@ from pipeline.train.checkpoint.dcp_metadata import read_metadata
 from pipeline.train.checkpoint.manager import Checkpoint, Files
 from pipeline.train.checkpoint.state_shapes import is_buffer, state_shapes
 from pipeline.train.distributed.process_group import cpu_group
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers, make_states
 from pipeline.train.parallel.parallelize import ParallelModel

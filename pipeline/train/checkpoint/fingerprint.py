@@ -13,7 +13,7 @@ from pipeline.config.layers.layer import LayerConfig, RopeScalingConfig
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import mixed_values
 from pipeline.config.plugins import plugin_identities
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec
 
 Fingerprints = dict[str, Any]

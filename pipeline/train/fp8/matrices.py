@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipeline.common.format import percent, spans
 from pipeline.config.train import Fp8Config
 from pipeline.train.distributed.layout import Layout
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.model.part_spec import LayerSpec
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.config_source import ConfigSource, Json
-from pipeline.train.model.config import period_of
+from pipeline.train.model.decoder_spec import period_of
 
 
 def read_kinds(names: Sequence[str], kinds: Mapping[str, Json]) -> Json:

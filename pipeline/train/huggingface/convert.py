@@ -40,7 +40,7 @@ from pipeline.train.huggingface.foreign_model import ForeignModel
 from pipeline.train.huggingface.names import TensorRule
 from pipeline.train.huggingface.pooled import write_pooled
 from pipeline.train.huggingface.tensors import TensorMapping, map_tensors
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 
 MODEL_FILE = "model.yaml"
 """File that a run file includes to train on from a converted model."""

@@ -18,7 +18,7 @@ from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.quantized import Read
 from pipeline.train.huggingface.tensors import TensorMapping, extra_layers, map_tensors, names_in_files
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 
 _ROWS = 4096
 """Rows of two tensors that are compared at a time."""

@@ -17,7 +17,7 @@ from pipeline.common.format import shape_text
 from pipeline.train.checkpoint.state_shapes import state_shapes
 from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.names import LAYER, TensorRule
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.tensor_names import EXPERT, ExpertFiles, RowNumbers
 

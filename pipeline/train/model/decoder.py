@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from pipeline.common.errors import UserError
 from pipeline.train.model.block import Block
-from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.context import Context, LayerContext, Mixer
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.dropout import Dropout, DropoutPlaces, PlacedDropout, dropped
 from pipeline.train.model.head import Head
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Prepared, mask_by_row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.data.loading.stream_shape import StreamShape
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec, MtpSpec
 
 Length = int | StreamShape

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeline.config.model import InitConfig
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.parameter_spec import Matrix, Normal, Stack, Uniform, Vector
 from pipeline.train.model.part_spec import RELATIVE, LayerPartSpec
 from pipeline.train.torch_compat.core import strided_shard

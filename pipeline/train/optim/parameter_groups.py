@@ -15,7 +15,7 @@ from math import prod
 
 from pipeline.common.format import counted
 from pipeline.config.train import OptimizerConfig, ParameterGroupConfig
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 
 Groups = Sequence[ParameterGroupConfig]
 _NEAREST = 3

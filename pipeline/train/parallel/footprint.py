@@ -9,8 +9,8 @@ from pipeline.config import Config
 from pipeline.config.train import OptimizerConfig
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import gathered_in_fp8
-from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import (
     expert_parameters,
     layer_parameters,

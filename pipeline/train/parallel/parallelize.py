@@ -18,8 +18,8 @@ from pipeline.config.parallel import ParallelConfig
 from pipeline.train.distributed.layout import Layout, sequence_multiple, sequence_pieces
 from pipeline.train.fp8.convert import check_fp8, refresh_scales, use_fp8
 from pipeline.train.fp8.matrices import gathers_fp8
-from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.choice import KernelChoice, KernelRequirements, choose_on
 from pipeline.train.model.kernels.recurrence.choice import RecurrentChoice, choose_recurrent_on

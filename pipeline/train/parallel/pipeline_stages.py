@@ -8,8 +8,8 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from pipeline.config.parallel import V_SHAPED, PipelineConfig
-from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import ModelPart
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import Length, head_flops, layer_flops, mtp_flops, shape_of
 from pipeline.train.model.part_spec import RELATIVE
 

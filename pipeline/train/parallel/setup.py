@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pipeline.config import Config
 from pipeline.train.distributed.layout import resolve
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.parallel.mesh import Mesh, build_mesh
 
 

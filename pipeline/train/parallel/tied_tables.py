@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.parallel.pipeline_stages import Stage, tied_tables
 
 

@@ -25,7 +25,7 @@ from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.distributed.axes import AXES
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.loop.step import Stepper
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
 from pipeline.train.model.kernels.choice import spec_uses
 from pipeline.train.model.kernels.sdpa import Mask, Sdpa, Unmasked

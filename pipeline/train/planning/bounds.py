@@ -9,7 +9,7 @@ from pipeline.config import Config
 from pipeline.config.parallel import ScheduleName
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.host.devices import Device
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import side_share
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.footprint import (

@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.config.parallel import ZERO_BUBBLE
 from pipeline.train.distributed.axes import axis_names
 from pipeline.train.distributed.layout import Layout
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.parallel.step_shapes import run_stream, step_shapes
 from pipeline.train.parallel.tested import LayoutKind, tested_kinds
 from pipeline.train.torch_compat import pipeline_stage

@@ -10,7 +10,7 @@ from pipeline.common.format import gib, size
 from pipeline.config import Config
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.host.devices import Device
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES
 from pipeline.train.parallel.pipeline_stages import split_stages
 from pipeline.train.parallel.step_shapes import StepShape, run_stream

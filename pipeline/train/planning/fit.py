@@ -18,7 +18,7 @@ from pipeline.config import Config
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.distributed.process_group import visible_gpus
 from pipeline.train.distributed.rank import LAUNCHER, Processes, is_rank, of_environment
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.parallel.footprint import MASTER_BYTES, rank_footprints
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.rules.layout import check_layout

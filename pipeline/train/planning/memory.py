@@ -9,7 +9,7 @@ from math import lcm
 
 from pipeline.config import Config
 from pipeline.train.distributed.layout import Layout
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.part_spec import LayerSpec
 from pipeline.train.parallel.overlap import layers_ahead
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES

@@ -11,7 +11,7 @@ from pipeline.data.provenance.loss_file import losses_bytes
 from pipeline.train.checkpoint.policy import most_exports
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.host.devices import Device
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.footprint import checkpoint_bytes, export_bytes
 from pipeline.train.parallel.step_shapes import StepShape, step_counts, step_shapes

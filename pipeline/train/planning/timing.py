@@ -17,7 +17,7 @@ from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.host.devices import Device
 from pipeline.train.host.shares import UPDATE_BYTES
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import (
     Length,
     expert_flops,

@@ -19,7 +19,7 @@ from pipeline.config.train import RecomputeConfig
 from pipeline.train.distributed.axes import AXES, AxisName, Traffic
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import gathered_in_fp8
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import side_share
 from pipeline.train.model.part_spec import RELATIVE, LayerPartSpec, LayerSpec
 from pipeline.train.parallel.footprint import COMPUTE_BYTES, GRADIENT_BYTES, end_parameters, layer_sizes

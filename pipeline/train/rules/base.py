@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.config import Config
 from pipeline.train.distributed.layout import Layout
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.model.part_spec import LayerPartSpec
 
 Check = Callable[[Config, Layout], Iterable[str]]

@@ -8,7 +8,7 @@ from pipeline.config import Config
 from pipeline.config.train import Fp8Config
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.fp8.matrices import fp8_matrices, matrices_of, uneven_shards
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.parallel.pipeline_schedules import WHOLE_BACKWARD
 from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.rules.base import Rule, spec_of

@@ -15,7 +15,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.distributed.axes import AXES
 from pipeline.train.distributed.layout import Layout, fixed_processes
 from pipeline.train.fp8.matrices import fp8_lines
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.monitor.phase_log import loss_weight_lines
 from pipeline.train.optim.parameter_groups import group_lines

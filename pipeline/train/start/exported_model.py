@@ -18,7 +18,7 @@ from pipeline.train.checkpoint.fingerprint import computing_differences, differe
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.distributed.process_group import broadcast_from_rank0
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 
 
 def open_exported(config: Config, folder: Path) -> tuple[VerifiedWeights, Tokenizer]:

@@ -30,7 +30,7 @@ from pipeline.train.checkpoint.committed import Checkpoint, Files, damage_named,
 from pipeline.train.checkpoint.dcp_storage import refuse_misfit
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import stored
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.monitor.phase_log import describe_run
 from pipeline.train.run.folder import make_writable
 from pipeline.train.run.lock import Lock

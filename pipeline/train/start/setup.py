@@ -27,7 +27,7 @@ from pipeline.train.distributed.process_group import Processes, broadcast_from_r
 from pipeline.train.distributed.rank import LAUNCHER
 from pipeline.train.host.cpu_allocator import keep_freed_memory
 from pipeline.train.host.cpu_matmul import choose_products
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.parallel.parallelize import ParallelModel, attention_choice, parallelize, recurrent_choice
 from pipeline.train.parallel.runner import Runner, build_runner

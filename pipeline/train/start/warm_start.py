@@ -25,7 +25,7 @@ from pipeline.train.checkpoint.resume_point import source_point
 from pipeline.train.checkpoint.tensors import stored_weights
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.parallel.parallelize import ParallelModel
 
 

@@ -17,8 +17,8 @@ from pipeline.eval.generation import batch as module
 from pipeline.eval.generation.batch import GenerationBatch
 from pipeline.eval.generation.generate import Continuation, encode_prompt, generate, stream
 from pipeline.eval.generation.sampling import Sampling, probabilities
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from tests import tiers
 from tests.train.huggingface.hf_mapping import randomize, twin
 from tests.train.models import FAMILIES, VOCAB

@@ -14,7 +14,7 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.preprocess import prepare
 from pipeline.data.preprocess.stage import preprocess
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.parallel.footprint import checkpoint_bytes
 from slurm.local import stages
 from slurm.submit import course

@@ -17,7 +17,7 @@ from pipeline.train.checkpoint.policy import due, to_prune
 from pipeline.train.distributed.process_group import destroy
 from pipeline.train.host import shares
 from pipeline.train.host.devices import DEVICES
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.planning import plan as planning
 from pipeline.train.planning.jobs import jobs_needed

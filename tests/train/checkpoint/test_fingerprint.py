@@ -23,7 +23,7 @@ from pipeline.train.checkpoint.fingerprint import (
     numerics_version,
     objective_fingerprint,
 )
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from tests.tiny import write_run
 
 FIRST = {

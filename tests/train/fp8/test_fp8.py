@@ -23,8 +23,8 @@ from pipeline.train.distributed.process_group import destroy
 from pipeline.train.fp8.convert import check_fp8, use_fp8
 from pipeline.train.fp8.matrices import fp8_fraction, fp8_lines, fp8_matrices, gathers_fp8
 from pipeline.train.host.devices import DEVICES
-from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.decoder import Context, Decoder, ModelPart
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.compile import compiles

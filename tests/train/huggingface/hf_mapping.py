@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 
 _LLAMA = {
     "embedding.": "model.embed_tokens.",

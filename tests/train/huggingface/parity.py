@@ -45,9 +45,9 @@ from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.huggingface.names import HEAD
 from pipeline.train.huggingface.registry import FAMILIES
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.mlps.experts.router import Router
 from tests import tiny
 from tests.train.huggingface.hf_mapping import randomize

@@ -18,7 +18,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
 from pipeline.train.huggingface.convert import describe, from_hf, to_hf
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from tests.train.huggingface.hf_mapping import randomize
 from tests.train.huggingface.parity import QUIET, tensors_of
 from tests.train.models import FAMILIES, VOCAB

@@ -27,9 +27,9 @@ from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
 from pipeline.train.huggingface.convert import describe, from_hf, to_hf
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Ahead, Context
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from pipeline.train.model.loss import Criterion
 from tests import tiny

@@ -15,7 +15,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
 from pipeline.train.huggingface.convert import describe
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import num_parameters
 from tests.train.huggingface import parity
 from tests.train.huggingface.delta_rows import ROWS

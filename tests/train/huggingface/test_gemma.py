@@ -12,9 +12,9 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 
 GEMMA3: dict[str, Any] = {
     "model_type": "gemma3_text",

@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
 from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.start.setup import check_has_weights
 from tests import bounded
 

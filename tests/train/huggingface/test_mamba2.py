@@ -18,7 +18,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
 from pipeline.train.huggingface.convert import from_hf, to_hf
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from tests.train.huggingface import parity
 from tests.train.huggingface.mamba2_rows import ROWS
 from tests.train.huggingface.parity import QUIET, tensors_of

@@ -20,9 +20,9 @@ from pipeline.train.checkpoint.weight_source import open_weights
 from pipeline.train.huggingface.configs import from_hf_config, to_hf_config
 from pipeline.train.huggingface.convert import from_hf, to_hf
 from pipeline.train.huggingface.folder import HuggingFaceFolder
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from tests.train.huggingface import parity
 from tests.train.huggingface.hf_mapping import randomize
 from tests.train.huggingface.parity import QUIET, VOCAB, Pair, Row, close, draw, tensors_of

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.init import init_weights
 
 

@@ -41,8 +41,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels.attention_mask import Terms
 from pipeline.train.model.kernels.flex import Flex
 from pipeline.train.model.kernels.packed import Varlen

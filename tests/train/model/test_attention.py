@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pipeline.common.errors import UserError
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.part_spec import Reach
 from tests.train.huggingface.hf_mapping import randomize

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.head import Head
 from pipeline.train.model.loss import Criterion, TokenLosses
 from tests.train.models import DIM, FAMILIES, VOCAB

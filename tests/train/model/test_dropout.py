@@ -15,8 +15,8 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.loading.loader import open_loader
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.dropout import Dropout, DropoutPlaces, PlacedDropout, dropped, keep_mask
 from tests.train.huggingface.hf_mapping import twin
 from tests.train.model.test_recompute import MODES, recompute

@@ -15,9 +15,9 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import PipelineConfig
 from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.stream_shape import StreamShape
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.loss import Criterion, TokenLosses
 from pipeline.train.model.part_spec import Reach

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context, LayerContext
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import active_parameters, num_parameters
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.kernels.sdpa import Sdpa

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.config.model import ModelConfig
 from pipeline.data.loading.stream_shape import StreamShape
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import extra_flops, flops_per_token, num_parameters
 from tests.train.models import FAMILIES, VOCAB
 
@@ -104,7 +104,7 @@ def test_parameters_are_counted_without_torch() -> None:
     """`pipeline report` does, and is to be quick."""
     script = (
         "import sys; from pipeline.config.model import ModelConfig\n"
-        "from pipeline.train.model.config import decoder_spec\n"
+        "from pipeline.train.model.decoder_spec import decoder_spec\n"
         "from pipeline.train.model.flops import num_parameters\n"
         "sizes = {'layers': 2, 'dim': 64, 'heads': 2}\n"
         "num_parameters(decoder_spec(ModelConfig.model_validate(sizes), 100, 64)); sys.exit('torch' in sys.modules)"

@@ -9,9 +9,9 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context, LayerContext
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 
 DIM, HEADS, KV_HEADS, HEAD_DIM, WINDOW, LENGTH = 24, 6, 2, 16, 5, 40
 TOLERANCE = 1e-4

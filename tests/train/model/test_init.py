@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.init import init_weights, lr_scale, normal_rows
 from pipeline.train.parallel.tensor import apply_tensor_parallel
 from tests import tiers

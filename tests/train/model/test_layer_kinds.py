@@ -13,8 +13,8 @@ from pipeline.config.layers.layer import LayerConfig
 from pipeline.config.model import ModelConfig, head_size
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.checkpoint.fingerprint import LATER_KEYS
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
 from pipeline.train.parallel.compile import compile_layers

@@ -17,9 +17,9 @@ from pipeline.config.train import Fp8Config, RecomputeConfig
 from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.huggingface.llama_like import LLAMA_NAMES
 from pipeline.train.huggingface.tensors import TensorMapping, map_rules
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context, LayerContext
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.init import lr_scale, weight_std
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Terms
 from pipeline.train.model.kernels.sdpa import Sdpa

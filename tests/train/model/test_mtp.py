@@ -13,9 +13,9 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import PipelineConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.checkpoint.fingerprint import LATER_KEYS
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Ahead
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import is_layer_matrix, weight_std
 from pipeline.train.model.loss import Criterion, TokenLosses

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import pipeline.train.model.config
+import pipeline.train.model.decoder_spec
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.base import Section
@@ -33,9 +33,9 @@ from pipeline.train.fp8.matrices import fp8_matrices
 from pipeline.train.host.devices import DEVICES
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.huggingface.tensors import map_tensors
-from pipeline.train.model.config import MIXERS, MLPS, decoder_spec, layer_specs
 from pipeline.train.model.context import LayerContext
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import MIXERS, MLPS, decoder_spec, layer_specs
 from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.model.init import init_weights
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
@@ -202,7 +202,7 @@ def mixed_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
 
 @contextmanager
 def registered() -> Iterator[None]:
-    with mock.patch.object(pipeline.train.model.config, "layer_specs", mixed_layers):
+    with mock.patch.object(pipeline.train.model.decoder_spec, "layer_specs", mixed_layers):
         yield
 
 

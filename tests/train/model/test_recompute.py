@@ -13,8 +13,8 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.block import Block
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.recompute import Recompute
 from pipeline.train.parallel.tested import TESTED, WITHIN_LAYERS
 from pipeline.train.rules.layout import check_layout, layout_warnings

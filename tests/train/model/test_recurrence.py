@@ -14,8 +14,8 @@ from torch._dynamo.utils import counters
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.distributed.process_group import destroy
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels.recurrence import delta_rule, ssd
 from pipeline.train.model.mixers.recurrence import RecurrentState
 from pipeline.train.model.mixers.recurrent_spec import RecurrentSpec

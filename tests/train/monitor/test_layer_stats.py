@@ -12,8 +12,8 @@ from pipeline.config.model import EncoderConfig, ModelConfig
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.loop.quantities.layers import Observer, largest_logits
 from pipeline.train.loop.step import Stepper
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.part_spec import Reach

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import EmaConfig, MuonConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import expert_orthogonal_flops, muon_parameters, orthogonal_flops
 from pipeline.train.model.init import init_weights, is_layer_matrix, stack_of
 from pipeline.train.optim.ema import Ema

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import MuonConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.init import is_layer_matrix
 from pipeline.train.optim.bf16_adamw import Bf16AdamW
 from pipeline.train.optim.muon import orthogonalize

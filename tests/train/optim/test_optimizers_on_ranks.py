@@ -18,7 +18,7 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.train.distributed.layout import Layout
 from pipeline.train.loop import trainer
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.init import is_layer_matrix
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel, build_model

@@ -15,8 +15,8 @@ from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.parallelize import ParallelModel, build_model

@@ -26,8 +26,8 @@ from torch.nn.attention import flex_attention
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.flex import Flex
 from pipeline.train.model.kernels.packed import Varlen

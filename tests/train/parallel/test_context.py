@@ -16,9 +16,9 @@ from torch.nn.attention.bias import CausalBias
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.data.loading.batch import Batch
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Documents, Terms
 from pipeline.train.model.kernels.sdpa import Sdpa
 from pipeline.train.model.mixers.sequence import SequenceCut

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from pipeline.config.model import InitConfig, ModelConfig
 from pipeline.config.parallel import V_SHAPED, ZERO_BUBBLE, PipelineConfig, ScheduleName
 from pipeline.data.loading.batch import Batch
-from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder, ModelPart
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.model.init import init_weights
 from pipeline.train.parallel.overlap import Reduction
 from pipeline.train.parallel.pipeline_parallel import Action, PipelineRunner, forward_order

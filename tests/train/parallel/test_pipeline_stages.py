@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.parallel import PipelineConfig
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import flops_per_token
 from pipeline.train.parallel.pipeline_schedules import SCHEDULES, play
 from pipeline.train.parallel.pipeline_stages import balance, compute_costs, rank_of, split_stages

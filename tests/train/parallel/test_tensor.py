@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.config import DecoderSpec, decoder_spec
 from pipeline.train.model.decoder import Context, Decoder, ModelPart
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.model.init import init_weights, local_range
 from pipeline.train.model.loss import VocabShard, token_loss
 from pipeline.train.parallel.tensor import apply_tensor_parallel

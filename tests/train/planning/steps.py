@@ -17,7 +17,7 @@ from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.distributed.layout import Layout, resolve
 from pipeline.train.distributed.process_group import init_process_group
 from pipeline.train.loop.step import Stepper
-from pipeline.train.model.config import DecoderSpec, decoder_spec
+from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import build_model
 from pipeline.train.parallel.setup import Setup, set_up

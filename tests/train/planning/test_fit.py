@@ -13,7 +13,7 @@ from pipeline.common.console import Console
 from pipeline.common.errors import EXIT_REFUSED, MachineError, UserError
 from pipeline.config import Config
 from pipeline.config.load import load
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.parallel.footprint import rank_footprints
 from pipeline.train.planning import fit
 from pipeline.train.rules.layout import check_layout

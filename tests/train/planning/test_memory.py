@@ -16,7 +16,7 @@ from pipeline.config import Config
 from pipeline.config.load import load
 from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.train.distributed.layout import Layout
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.flops import layer_parameters, muon_parameters, num_parameters
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, Terms
 from pipeline.train.model.part_spec import Reach

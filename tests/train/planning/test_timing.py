@@ -17,8 +17,8 @@ from pipeline.config.train import RecomputeConfig
 from pipeline.train.distributed.layout import Layout, resolve
 from pipeline.train.host.devices import DEVICES, Device
 from pipeline.train.model.block import Block
-from pipeline.train.model.config import DecoderSpec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.flops import expert_flops, flops_per_token, layer_parameters, num_parameters
 from pipeline.train.model.loss import Criterion
 from pipeline.train.model.mlps.experts.routing import Routing

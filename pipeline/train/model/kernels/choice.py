@@ -14,7 +14,7 @@ import torch
 from pipeline.common.errors import UserError, install_extra
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import AttentionConfig, TrainConfig
-from pipeline.train.model.config import DecoderSpec
+from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.kernels.attention_mask import Kernel
 from pipeline.train.model.kernels.packed import FLASH_MODULES, Flash, Varlen, flash_function, followed, takes_soft_caps
 from pipeline.train.model.kernels.packed_sinks import takes_sinks

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.model.config import decoder_spec
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels.attention_mask import Terms
 from pipeline.train.model.kernels.flex import OPERATION, Flex
 from pipeline.train.model.recompute import Recompute, _Policy

@@ -16,8 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
 from pipeline.train.model.block import Block
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.decoder import Context, Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels import grouped
 from pipeline.train.model.kernels.grouped import grouped_products, rows_of_groups
 from pipeline.train.model.mlps.experts.module import ExpertStacks

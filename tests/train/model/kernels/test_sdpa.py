@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.config.model import ModelConfig
 from pipeline.config.train import RecomputeConfig
-from pipeline.train.model.config import decoder_spec
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
+from pipeline.train.model.decoder_spec import decoder_spec
 from pipeline.train.model.kernels import capped, sdpa, tiles
 from pipeline.train.model.kernels.attention_mask import AttentionMask, Terms
 from pipeline.train.model.kernels.sdpa import Sdpa, attend_once, lower_right, masked_attention

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from pipeline.common.errors import UserError
 from pipeline.config.layers.layer import LayerConfig
@@ -188,8 +188,8 @@ def _kinds(config: ModelConfig, names: Sequence[str | None]) -> dict[str | None,
     for name in dict.fromkeys(names):
         layer = config.layer(name)
         kinds[name] = LayerSpec(
-            None if layer.mixer == "none" else _mixer_spec(config, layer),
-            None if layer.mlp == "none" else _mlp_spec(config, layer),
+            _part(MIXERS, "mixers", layer.mixer, config, layer),
+            _part(MLPS, "mlps", layer.mlp, config, layer),
             norm,
             layer.norm_place,
             layer.residual,
@@ -198,18 +198,17 @@ def _kinds(config: ModelConfig, names: Sequence[str | None]) -> dict[str | None,
     return kinds
 
 
-def _mixer_spec(config: ModelConfig, layer: LayerConfig) -> MixerSpec:
-    if is_plugin(layer.mixer):
-        spec: MixerSpec = plugin_spec("mixers", config, layer)
-        return spec
-    return MIXERS[layer.mixer](config, layer)
-
-
-def _mlp_spec(config: ModelConfig, layer: LayerConfig) -> LayerPartSpec:
-    if is_plugin(layer.mlp):
-        spec: LayerPartSpec = plugin_spec("mlps", config, layer)
-        return spec
-    return MLPS[layer.mlp](config, layer)
+def _part(
+    kinds: Mapping[str, Callable[[ModelConfig, LayerConfig], Any]],
+    plugins: Literal["mixers", "mlps"],
+    name: str,
+    config: ModelConfig,
+    layer: LayerConfig,
+) -> Any:
+    """The spec of a part of a layer by the name of its kind, of ours or of a plug-in; None for `none`."""
+    if name == "none":
+        return None
+    return plugin_spec(plugins, config, layer) if is_plugin(name) else kinds[name](config, layer)
 
 
 def _of_side(layer: LayerSpec, side: Side, config: ModelConfig) -> LayerSpec:
