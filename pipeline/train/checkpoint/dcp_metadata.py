@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import gc
 import io
-import pickle
 import secrets
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -35,7 +33,8 @@ from torch.distributed.checkpoint.metadata import (
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.committed import Checkpoint
-from pipeline.train.torch_compat.checkpoint_files import Place, PythonUnpickler
+from pipeline.train.checkpoint.inert_pickle import PLAIN_OPCODES, InertName, InertObject, InertUnpickler
+from pipeline.train.torch_compat.checkpoint_files import Place
 
 METADATA = ".metadata"
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -64,15 +63,6 @@ _CLASSES = frozenset(
     }
 )
 """Classes that torch 2.11 to 2.15 names in a list of tensors, besides the types of their elements."""
-_OPCODES = (
-    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
-    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
-    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS),
-    *(pickle.EMPTY_TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
-    *(pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
-    *(pickle.STACK_GLOBAL, pickle.NEWOBJ, pickle.REDUCE, pickle.BUILD),
-)
-"""Operations of which a list of tensors consists."""
 _MOST_DIMENSIONS = 64
 _LARGEST = 2**30
 """Bytes of a list: some millions of pieces."""
@@ -80,77 +70,33 @@ _ALLOWANCE = 2**20
 """A list may be larger by this than the tensors that it lists, each piece of which takes a kilobyte or more."""
 
 
-@dataclass(eq=False, slots=True)
-class _Marker:
-    """An object that a pickle would make: its class, and the arguments."""
-
-    kind: str
-    arguments: Any = ()
-    state: Any = None
-
-
 class _Forbidden(Exception):
     """A name that no list of tensors has."""
 
 
-class _Unpickler(PythonUnpickler):  # type: ignore[misc]
-    """Makes markers, numbers, strings, lists, tuples and dicts with harmless keys, and nothing else.
+class _Unpickler(InertUnpickler):
+    """Refuses what no list of tensors has."""
 
-    Python's own implementation, since that in C takes memory for any place in its memo that a pickle asks for, and
-    computes the hash of any key, which for a tuple of tuples may never end.
-    """
-
-    dispatch: ClassVar[dict[int, Any]] = {code[0]: PythonUnpickler.dispatch[code[0]] for code in _OPCODES}
+    dispatch: ClassVar[dict[int, Any]] = InertUnpickler.operations(PLAIN_OPCODES)
 
     def find_class(self, module: str, name: str) -> Any:
-        """A marker's class, or a type of elements."""
+        """The name of a class, or a type of elements."""
         if (module, name) in _CLASSES:
-            return _Class(name)
+            return InertName(name)
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         raise _Forbidden(storage.shown(f"{module}.{name}"))
 
-    def _make(self) -> None:
-        arguments, kind = self.stack.pop(), self.stack[-1]
-        if type(kind) is not _Class:
-            raise ValueError("it calls something that is not a class")
+    def check_call(self, kind: InertName, arguments: Any) -> None:
+        """See `InertUnpickler`."""
         if kind == "getattr" and not _is_value_of_enum(arguments):
             raise _Forbidden("builtins.getattr")
-        self.stack[-1] = _Marker(str(kind), arguments)
 
-    def _build(self) -> None:
-        state, made = self.stack.pop(), self.stack[-1]
-        if type(made) is not _Marker:
-            raise ValueError("it sets the state of something that has none")
-        made.state = state
-
-    def _set_item(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
-    def _set_items(self) -> None:
-        self._set(self.pop_mark())
-
-    def _set(self, items: list[Any]) -> None:
-        target = self.stack[-1]
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(target) is not dict or type(key) not in (str, _Marker):
-                raise ValueError("it has a key that is not allowed")
-            target[key] = value
-
-    dispatch |= {
-        pickle.NEWOBJ[0]: _make,
-        pickle.REDUCE[0]: _make,
-        pickle.BUILD[0]: _build,
-        pickle.SETITEM[0]: _set_item,
-        pickle.SETITEMS[0]: _set_items,
-    }
-
-
-class _Class(str):
-    """Name of a class that markers are of."""
-
-    __slots__ = ()
+    def set_item(self, target: Any, key: Any, value: Any) -> None:
+        """See `InertUnpickler`."""
+        if type(target) is not dict or type(key) not in (str, InertObject):
+            raise ValueError("it has a key that is not allowed")
+        target[key] = value
 
 
 def _is_value_of_enum(arguments: Any) -> bool:
@@ -158,7 +104,7 @@ def _is_value_of_enum(arguments: Any) -> bool:
     if type(arguments) is not tuple or len(arguments) != 2:
         return False
     enum, name = arguments
-    return type(enum) is _Class and enum == "_MEM_FORMAT_ENCODING" and type(name) is str
+    return type(enum) is InertName and enum == "_MEM_FORMAT_ENCODING" and type(name) is str
 
 
 def read_metadata(checkpoint: Checkpoint) -> Metadata:
@@ -324,7 +270,7 @@ def _check_apart(places: Any) -> None:
 
 
 def _is(value: Any, kind: str) -> bool:
-    return type(value) is _Marker and value.kind == kind
+    return type(value) is InertObject and value.kind == kind
 
 
 def _state(value: Any, kind: str, of: type[Any]) -> Any:

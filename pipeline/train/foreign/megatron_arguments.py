@@ -13,7 +13,8 @@ from typing import Any
 
 from pipeline.common.errors import UserError
 from pipeline.config.layers.mixers import MAX_LAYERS
-from pipeline.train.foreign.pickles import InertObject, read_saved
+from pipeline.train.checkpoint.inert_pickle import InertObject
+from pipeline.train.foreign.pickles import read_saved
 from pipeline.train.huggingface.config_source import ConfigSource, Json
 
 COMMON = "common.pt"

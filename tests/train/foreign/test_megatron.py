@@ -19,9 +19,10 @@ from typer.testing import CliRunner
 
 from pipeline.cli.main import app
 from pipeline.common.errors import UserError
+from pipeline.train.checkpoint.inert_pickle import InertObject
 from pipeline.train.foreign.distributed import DistributedFiles
 from pipeline.train.foreign.megatron import MegatronCheckpoint
-from pipeline.train.foreign.pickles import InertObject, read_saved
+from pipeline.train.foreign.pickles import read_saved
 from pipeline.train.model.context import Context
 from pipeline.train.model.decoder import Decoder
 from tests.train.foreign.make_megatron import ARGUMENTS, KINDS
