@@ -32,6 +32,10 @@ class InertObject:
     arguments: Any = ()
     state: Any = None
 
+    def __repr__(self) -> str:
+        # Not of its parts, which may be shared and of any size.
+        return f"<{self.kind}>"
+
 
 class InertName(str):
     """Name of a class or function."""

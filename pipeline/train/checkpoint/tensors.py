@@ -94,7 +94,10 @@ def read(
             planner = None if rows is None else PartPlanner((rows.start,))
             load(wanted, storage_reader=_reader(checkpoint), planner=planner, no_dist=True)
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
-        raise UserError(f"{checkpoint.path} cannot be read: {first_cause(failure)}") from failure
+        cause = first_cause(failure)
+        if not isinstance(cause, Exception):  # such as Ctrl-C
+            raise cause from None
+        raise UserError(f"{checkpoint.path} cannot be read: {cause}") from failure
     return {name: wanted[key] for name, key in keys.items()}
 
 

@@ -43,7 +43,10 @@ class DistributedFiles:
                 f"{folder} has no {METADATA}, the list of its tensors, which is written last: the checkpoint is not "
                 "complete, or not in the format torch_dist"
             )
-        sizes = {each.name: each.lstat().st_size for each in folder.iterdir() if each.suffix == ".distcp"}
+        files = [each for each in folder.iterdir() if each.suffix == ".distcp"]
+        if links := [each.name for each in files if each.is_symlink()]:
+            raise UserError(f"{folder}: {links[0]} is a link, which is not followed: put the file itself there")
+        sizes = {each.name: each.lstat().st_size for each in files}
         with storage.open_regular(path) as file:
             data = file.read(_LARGEST + 1)
         if len(data) > min(_LARGEST, sum(sizes.values()) + 2**20):
@@ -69,5 +72,8 @@ class DistributedFiles:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
                 load({name: target}, storage_reader=self._reader, planner=planner, no_dist=True)
         except CheckpointException as failure:  # a BaseException that no `except Exception` sees
-            raise UserError(f"{self.folder}: {name} cannot be read: {first_cause(failure)}") from failure
+            cause = first_cause(failure)
+            if not isinstance(cause, Exception):  # such as Ctrl-C
+                raise cause from None
+            raise UserError(f"{self.folder}: {name} cannot be read: {cause}") from failure
         return target

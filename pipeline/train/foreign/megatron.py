@@ -25,6 +25,7 @@ from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.foreign.distributed import DistributedFiles
 from pipeline.train.foreign.megatron_arguments import COMMON, ArgumentSource, read_arguments, read_model
+from pipeline.train.huggingface.config_source import shortened
 from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.foreign_model import ForeignModel, TensorFiles
 from pipeline.train.huggingface.names import Names, TensorRule
@@ -35,11 +36,14 @@ from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.tensor_names import RowNumbers, RowOrder, TensorNames, by_group, rope_pairs
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_NAME = re.compile(r"iter_(\d{7,})")
+_NAME = re.compile(r"iter_(\d{7,15})")
+_MOST_DIGITS = 15
 _FORMAT = "metadata.json"
 _MODEL = ("decoder.", "embedding.", "output_layer.")
-_BESIDE = ("optimizer.", "opt_param_scheduler", "rng_state", "rerun_state")
+_BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.|opt_param_scheduler|rng_state|rerun_state")
 """Beginnings of names of tensors that are not the model's."""
+_MOST_TENSORS = 2**18
+"""Tensors of all layers, which are listed before any is looked at."""
 _WRITE_AGAIN = "write it again with Megatron's --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _RENAMED = {
@@ -65,6 +69,14 @@ _QKV = {
     False: RowOrder("group by group", lambda part: _fused_rows(part, interleaved=False)),
     True: RowOrder("group by group, rotary pairs beside each other", lambda part: _fused_rows(part, interleaved=True)),
 }
+
+
+def _turned_rows(part: Any) -> RowNumbers:
+    """Rows of a norm over a head, which the rotary pairs are in the order of, too."""
+    return np.arange(part.head_dim) if part.rope is None else rope_pairs(1, part.head_dim, part.rope.dims)
+
+
+_HEAD_NORM = {False: None, True: RowOrder("rotary pairs beside each other", _turned_rows)}
 
 
 def megatron_names(*, interleaved: bool, norm_bias: bool) -> Names:
@@ -93,8 +105,8 @@ def megatron_names(*, interleaved: bool, norm_bias: bool) -> Names:
             AttentionSpec: (
                 TensorNames("self_attention.linear_qkv", ("wq", "wk", "wv"), _QKV[interleaved]),
                 ("self_attention.linear_proj", ("wo",)),
-                ("self_attention.q_layernorm.weight", ("q_norm.weight",)),
-                ("self_attention.k_layernorm.weight", ("k_norm.weight",)),
+                TensorNames("self_attention.q_layernorm.weight", ("q_norm.weight",), _HEAD_NORM[interleaved]),
+                TensorNames("self_attention.k_layernorm.weight", ("k_norm.weight",), _HEAD_NORM[interleaved]),
             ),
             MlpSpec: (
                 TensorNames("mlp.linear_fc1", ("w1", "w3"), where=lambda part: part.gated),
@@ -138,7 +150,7 @@ class _UnstackedTensors:
         self.tensors: dict[str, Stored] = {}
         for name, stored in files.tensors.items():
             if not name.startswith(_MODEL):
-                if not name.startswith(_BESIDE):
+                if not _BESIDE.match(name):
                     raise UserError(
                         f"{files.folder} has the tensor {storage.shown(name)}, which is not one of a GPT model of "
                         "Megatron Core"
@@ -147,6 +159,8 @@ class _UnstackedTensors:
             if stored.dtype not in _DTYPES:
                 raise UserError(f"{files.folder}: {name} is of {stored.dtype}, which is not read")
             for own, index, shape in self._unstacked(name, stored.shape, layers):
+                if len(self.tensors) >= _MOST_TENSORS:
+                    raise UserError(f"{files.folder} has more than {_MOST_TENSORS:,} tensors, which no GPT model has")
                 if own in self.tensors:
                     raise UserError(f"{files.folder} has {own} twice, as {self._places[own][0]} and as {name}")
                 self.tensors[own] = Stored(shape, stored.dtype)
@@ -201,6 +215,7 @@ class MegatronCheckpoint(ForeignModel):
     """
 
     settings = COMMON
+    way_to_untie = "do the files belong together?"
 
     def __init__(self, folder: Path, step: int | None = None, ignore: Collection[str] = ()) -> None:
         path = find_checkpoint(folder, step)
@@ -214,13 +229,16 @@ class MegatronCheckpoint(ForeignModel):
                 raise
             key = str(source.last)
             raise UserError(
-                f"{path / COMMON}: the argument {key} cannot be read: {self.arguments.get(key)!r}: {error}"
+                f"{path / COMMON}: the argument {key} cannot be read: {shortened(self.arguments.get(key))}: {error}"
             ) from error
         interleaved = source.flag("rotary_interleaved", False)
         source.get("multi_latent_attention")
         source.must_be("multi_latent_attention", (False,), False)
-        for key in ("mtp_num_layers", "pipeline_model_parallel_layout", "heterogeneous_layers_config_path"):
+        for key in ("mtp_num_layers", "heterogeneous_layers_config_path", "spec"):
             source.must_be(key, (None,), None)
+        self._positions = source.size("max_position_embeddings", source.size("seq_length", 2048))
+        samples = source.size("consumed_train_samples", least=0)
+        self._read = f"; the run had read {samples:,} samples" if samples else ""
         source.finish(ignore)
         model = validated_model(values, f"{path / COMMON} describes a model that cannot be built")
         names = megatron_names(interleaved=interleaved, norm_bias=model.norm == "layernorm")
@@ -229,8 +247,7 @@ class MegatronCheckpoint(ForeignModel):
     @property
     def positions(self) -> int:
         """See `ForeignModel`."""
-        longest = self.model.max_positions or self.arguments.get("max_position_embeddings")
-        return int(longest or self.arguments.get("seq_length") or 2048)
+        return int(self.model.max_positions or self._positions)
 
     @property
     def title(self) -> str:
@@ -240,9 +257,7 @@ class MegatronCheckpoint(ForeignModel):
     @property
     def hint(self) -> str:
         """See `ForeignModel`."""
-        samples = self.arguments.get("consumed_train_samples")
-        read = f"; the run had read {samples:,} samples" if isinstance(samples, int) and samples else ""
-        return f"Weights of Megatron's iteration {int(self.folder.name.removeprefix('iter_'))}{read}"
+        return f"Weights of Megatron's iteration {int(self.folder.name.removeprefix('iter_'))}{self._read}"
 
     @cached_property
     def _found(self) -> TensorFiles:
@@ -251,6 +266,7 @@ class MegatronCheckpoint(ForeignModel):
     def tokenizer(self, path: Path, end_of_document: str) -> Tokenizer:
         """The tokenizer that the user names, which must not have more ids than the model has rows."""
         found = Tokenizer.load(path, TokenizerConfig(path=path, end_of_document=end_of_document))
+        self.tokenizer_path = path
         if found.vocab_size > self.spec.vocab_size:
             raise UserError(
                 f"{path} has ids up to {found.vocab_size - 1:,}, but the model of {self.folder} has "
@@ -261,7 +277,9 @@ class MegatronCheckpoint(ForeignModel):
 
 def find_checkpoint(folder: Path, step: int | None) -> Path:
     """The folder of one checkpoint, in that of a run or itself."""
-    if _NAME.fullmatch(folder.name) and step is None:
+    folder = folder.resolve()
+    named = _NAME.fullmatch(folder.name)
+    if named and step in (None, int(named[1])):
         return folder
     if step is None:
         if not (folder / TRACKER).is_file():
@@ -269,8 +287,11 @@ def find_checkpoint(folder: Path, step: int | None) -> Path:
                 f"{folder} has no {TRACKER}; give the folder that --save named, or one iter_NNNNNNN folder in it"
             )
         text = storage.read_bytes(folder / TRACKER, storage.SMALL_BYTES).decode(errors="replace").strip()
-        if not text.isdecimal():
-            raise UserError(f"{folder / TRACKER} says {storage.shown(text)}, which is not an iteration; name --step")
+        if not text.isdecimal() or len(text) > _MOST_DIGITS:
+            raise UserError(
+                f"{folder / TRACKER} says {storage.shown(text[:100])}, which is not an iteration; give --step, or the "
+                "folder of the checkpoint"
+            )
         step = int(text)
     path = folder / f"iter_{step:07d}"
     if not path.is_dir():

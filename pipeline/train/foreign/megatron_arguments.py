@@ -22,14 +22,15 @@ _ARCHITECTURE = re.compile(
     r"(moe|mtp|rotary|rope|yarn|mrope|attention|linear|mamba|qk|dsa|window|multi_latent|[qkv]_lora|v_head|activation|glu|"
     r"softmax|norm|layernorm|experimental|position|hybrid|is_hybrid|heterogeneous|embedding|logit|mup|residual|swiglu|"
     r"squared|quick|openai|onnx|num_(layers|attention|query|expert|moe)|hidden|ffn|kv_|add_|untie|apply_|use_rope|"
-    r"group_query|no_rope|beta_|mscale|scale_|clone|share_|bias_|gated)"
+    r"group_query|no_rope|nope|beta_|mscale|scale_|clone|share_|bias_|gated|attn|parallel_attn|sliding|swa|post_|pre_|"
+    r"query_pre|hyper|mhc|sandwich|use_qk)"
 )
 """Arguments that may change the result, by their beginnings. All others are of training, data, files and machines."""
 _NEUTRAL = {
     # Training: losses of routers, dropout, initial weights.
     *("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_input_jitter_eps", "moe_router_bias_update_rate"),
     "mtp_loss_scaling_factor",
-    *("moe_router_load_balancing_type", "attention_dropout", "hidden_dropout", "moe_router_force_load_balancing"),
+    *("attention_dropout", "hidden_dropout", "moe_router_force_load_balancing"),
     *("moe_enable_routing_replay", "embedding_init_method_std", "embedding_init_method", "moe_upcycling_granularity"),
     # The way in which it is computed.
     *("moe_router_dtype", "moe_router_padding_for_fp8", "moe_router_padding_for_quantization", "moe_router_fusion"),
@@ -148,14 +149,15 @@ def _window(source: ArgumentSource) -> int | None:
 
 def _activation(source: ArgumentSource) -> str:
     gated, squared = source.flag("swiglu", False), source.flag("squared_relu", False)
-    fused, openai = source.flag("bias_gelu_fusion", True), source.flag("openai_gelu", False)
+    fused = source.flag("bias_gelu_fusion", True)
+    source.must_be("openai_gelu", (False,), False)
     source.must_be("quick_geglu", (False,), False)
     source.must_be("activation_func_clamp_value", (None,), None)
     source.must_be("onnx_safe", (None, False), None)
     if gated:
         return "swiglu"
     # The fused kernel has the approximation by tanh, the other one is exact.
-    return "relu2" if squared else "gelu" if fused or openai else "gelu_exact"
+    return "relu2" if squared else "gelu" if fused else "gelu_exact"
 
 
 def _experts(source: ArgumentSource) -> Json:
@@ -168,6 +170,9 @@ def _experts(source: ArgumentSource) -> Json:
     for name in ("moe_shared_expert_intermediate_size", "moe_expert_capacity_factor", "moe_latent_size"):
         source.must_be(name, (None,), None)
     source.must_be("moe_router_score_function", ("softmax",), "softmax")
+    balancing = source.get("moe_router_load_balancing_type")
+    if "sinkhorn" in (balancing if isinstance(balancing, list | tuple) else [balancing]):
+        source.refuse("moe_router_load_balancing_type", balancing, "sinkhorn has other weights of experts")
     source.must_be("moe_router_topk_scaling_factor", (None, 1.0), None)
     source.must_be("moe_use_legacy_grouped_gemm", (False,), False)
     source.must_be("moe_apply_probs_on_input", (False,), False)
@@ -196,4 +201,4 @@ def read_arguments(path: Path) -> dict[str, Any]:
         raise UserError(
             f"{path} has no args, the arguments of the run; it was saved by something else than pretrain_gpt"
         )
-    return state
+    return {key: value for key, value in state.items() if isinstance(key, str)}

@@ -16,8 +16,9 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.inert_pickle import PLAIN_OPCODES, InertName, InertObject, InertUnpickler
 
-_LARGEST = 64 * 2**20
-"""Bytes of such a file; settings take some ten thousand."""
+_LARGEST_FILE = 64 * 2**20
+_LARGEST = 4 * 2**20
+"""Bytes of the pickle in such a file; settings take some ten thousand."""
 _OPCODES = (
     *PLAIN_OPCODES,
     *(pickle.POP, pickle.POP_MARK, pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.GET, pickle.GLOBAL),
@@ -44,11 +45,15 @@ class _SettingsUnpickler(InertUnpickler):
     def _add_items(self) -> None:
         self.pop_mark()  # what is in a set is not needed
 
+    def _set(self) -> None:
+        self.append(None)  # a set takes much memory
+
     def _persistent(self) -> None:
         self.stack[-1] = InertObject("a tensor")
 
     dispatch: ClassVar[dict[int, Any]] = InertUnpickler.operations(_OPCODES) | {
         pickle.ADDITEMS[0]: _add_items,
+        pickle.EMPTY_SET[0]: _set,
         pickle.BINPERSID[0]: _persistent,
     }
 
@@ -60,10 +65,15 @@ def read_saved(path: Path) -> Any:
         UserError: it is damaged, or no such file.
     """
     try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ValueError(f"it has more than {_LARGEST_FILE:,} bytes")
         with storage.open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            (entry,) = [each for each in archive.infolist() if each.filename.endswith("/data.pkl")]
+            pickles = [each for each in archive.infolist() if each.filename.endswith("/data.pkl")]
+            if len(pickles) != 1:
+                raise ValueError(f"it has {len(pickles)} pickles in place of one")
+            (entry,) = pickles
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > _LARGEST:
-                raise ValueError(f"{entry.filename} has {entry.file_size:,} bytes, more than {_LARGEST:,}")
+                raise ValueError(f"its pickle is compressed, or has more than {_LARGEST:,} bytes")
             return _SettingsUnpickler(io.BytesIO(archive.read(entry))).load()
     except (UserError, FileNotFoundError):
         raise

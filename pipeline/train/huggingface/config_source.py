@@ -6,6 +6,7 @@ that load without it would give other numbers without a word.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
@@ -134,7 +135,7 @@ class ConfigSource:
 
     def refuse(self, key: str, value: Any, why: str) -> NoReturn:
         """Raise an error: this value is nothing that we compute."""
-        raise UserError(f"{self._file}: {key}: {_shortened(value)} cannot be converted: {why}")
+        raise UserError(f"{self._file}: {key}: {shortened(value)} cannot be converted: {why}")
 
     def overlooked(self) -> list[str]:
         """Keys that may change the result and that nobody has looked at."""
@@ -153,9 +154,16 @@ class ConfigSource:
             self.refuse(key, value, f"{why}. If it does not change what the model computes: {hint}")
 
 
-def _shortened(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value in words, of any size: the first parts of a long one, and the first levels of a deep one."""
     try:
-        text = repr(value)
+        text = _REPR.repr(value)
     except ValueError:  # Python spells out no whole number of more than 4,300 digits
         text = "a number of thousands of digits"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxtuple, _REPR.maxlist, _REPR.maxdict, _REPR.maxset = 4, 8, 20, 20, 8
+_REPR.maxstring = _REPR.maxother = 2 * _SHOWN
+"""Parts of a value may be shared, so a small file may hold one that would take for ever to spell out."""

@@ -281,7 +281,7 @@ def run_file_section(found: ForeignModel, tokenizer: Tokenizer | None, converted
         head += f"# {_NO_TOKENIZER[0].upper()}{_NO_TOKENIZER[1:]}.\n"
     else:
         value["tokenizer"] = {
-            "path": str(converted or found.folder.absolute()),
+            "path": str(converted or found.tokenizer_path.absolute()),
             "end_of_document": tokenizer.end_of_document_token,
         }
     if init_from and (tokenizer is not None or converted):  # `init_from.hf` compares tokenizers

@@ -45,6 +45,7 @@ class HuggingFaceFolder(ForeignModel):
     """
 
     settings = CONFIG_FILE
+    way_to_untie = "set tie_word_embeddings to false if the head has its own weights"
 
     def __init__(self, folder: StrPath, ignore: Collection[str] = (), vocab_multiple: int | None = None) -> None:
         folder = Path(folder)

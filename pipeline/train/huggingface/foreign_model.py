@@ -46,6 +46,8 @@ class ForeignModel(ABC):
 
     def __init__(self, folder: Path, family: Family, model: ModelConfig) -> None:
         self.folder, self.family, self.model = folder, family, model
+        self.tokenizer_path = folder
+        """Folder or file of its tokenizer."""
         self.missing_mtp = 0
         """Layers of multi-token prediction that the settings speak of, where the files have none."""
 
@@ -56,6 +58,9 @@ class ForeignModel(ABC):
 
     settings: ClassVar[str]
     """Name of the file that describes the model, for messages."""
+
+    way_to_untie: ClassVar[str]
+    """Advice where the head differs from the embedding that it is tied to, for messages."""
 
     @property
     @abstractmethod
@@ -122,7 +127,7 @@ class ForeignModel(ABC):
             self._check_copy(
                 self.family.names.head,
                 self._names[mapping.ours["embedding.weight"].theirs],
-                "config.json ties them; set tie_word_embeddings to false if the head has its own weights",
+                f"{self.settings} ties them; {self.way_to_untie}",
             )
 
         for name, other in self.family.copies.items():

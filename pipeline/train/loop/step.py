@@ -58,7 +58,9 @@ class StepResult:
         """Columns of metrics.jsonl. This reads the tensors, and quantities that keep something take it from here."""
         found: dict[str, Any] = {}
         for reading in self.readings:
-            found |= reading.read(**reading.tensors)
+            columns = reading.read(**reading.tensors)
+            assert found.keys().isdisjoint(columns), f"two quantities write one of {sorted(columns)}"
+            found |= columns
         return found
 
 

@@ -12,7 +12,6 @@ import sys
 import zipfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from math import prod
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -225,6 +224,11 @@ class CheckpointReader(FileSystemReader):
                 raise self._forged(place)
             return
         tensor: Tensor = torch.load(super()._slice_file(file, place), map_location="cpu", weights_only=True)
+        entry = self._metadata.state_dict_metadata.get(item.storage_index.fqn)
+        if isinstance(entry, TensorStorageMetadata) and tensor.dtype != entry.properties.dtype:
+            raise ValueError(
+                f"{item.storage_index.fqn} is of {tensor.dtype}, and the list says {entry.properties.dtype}"
+            )
         if saved.form and _is_plain(tensor, saved.size):
             self._forms[saved.form] = tensor.shape, tensor.dtype
         part = tensor[tuple(map(slice, item.storage_offsets, map(add, item.storage_offsets, item.lengths)))]
@@ -343,16 +347,20 @@ def _is_plain(tensor: Tensor, size: int) -> bool:
 def _first_byte(known: tuple[torch.Size, torch.dtype], item: ReadItem, target: Tensor) -> int | None:
     """Place of what an item asks for among the elements; None where it does not lie in one piece, as in the target."""
     shape, dtype = known
-    whole = not any(item.storage_offsets[1:]) and item.lengths[1:] == shape[1:]
-    fits = target.is_cpu and target.dtype == dtype and target.shape == item.lengths and target.is_contiguous()
-    if not (whole and fits) or target.numel() == 0 or len(item.lengths) != len(shape):
+    offsets, lengths = item.storage_offsets, item.lengths
+    fits = target.is_cpu and target.dtype == dtype and target.shape == lengths and target.is_contiguous()
+    if not fits or target.numel() == 0 or len(lengths) != len(shape):
         return None
-    if not shape:
-        return 0
-    first, rows = item.storage_offsets[0], item.lengths[0]
-    if first < 0 or first + rows > shape[0]:
+    if any(first < 0 or first + count > size for first, count, size in zip(offsets, lengths, shape, strict=True)):
         return None
-    return first * prod(shape[1:]) * dtype.itemsize
+    # One run of elements: single indices first, then a range of one dimension, then whole ones.
+    ranged = next((dim for dim, count in enumerate(lengths) if count != 1), len(shape))
+    if any(lengths[dim] != shape[dim] for dim in range(ranged + 1, len(shape))):
+        return None
+    place = 0
+    for first, size in zip(offsets, shape, strict=True):
+        place = place * size + first
+    return place * dtype.itemsize
 
 
 class _Part(io.RawIOBase):

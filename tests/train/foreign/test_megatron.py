@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{kind: {"kind": kind} for kind in ("llama-interleaved", "llama-scaled", "llama-window", "pre-softmax")},
     "qwen2 over tp 2": {"kind": "qwen2", "tp": 2},
     "qwen3 over tp 2, pp 2": {"kind": "qwen3", "tp": 2, "pp": 2},
+    "qwen3, interleaved": {"kind": "qwen3", "arguments": {"rotary_interleaved": True}},
     "neox over pp 2": {"kind": "neox", "pp": 2},
     "squared-relu": {"kind": "squared-relu"},
 }
@@ -126,6 +127,13 @@ def test_what_is_converted_is_what_is_read(folder: Path, tmp_path: Path) -> None
     assert f"path: {tmp_path / 'out'}" in (tmp_path / "out" / "model.yaml").read_text()
 
 
+SHARED: Any = "x"
+for _ in range(45):
+    SHARED = (SHARED, SHARED)
+DEEP: Any = []
+for _ in range(300):
+    DEEP = [DEEP]
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown argument of the model": ({"attention_of_tomorrow": 3}, "attention_of_tomorrow: 3"),
     "latent attention": ({"multi_latent_attention": True}, "multi_latent_attention"),
@@ -135,6 +143,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"num_experts": 4, "moe_router_score_function": "sigmoid"},
         "moe_router_score_function",
     ),
+    "sinkhorn": ({"num_experts": 4, "moe_router_load_balancing_type": ["sinkhorn"]}, "sinkhorn"),
+    "shared tuples": ({"attention_x": SHARED}, "attention_x"),
+    "a deep list": ({"hidden_size": DEEP}, "hidden_size"),
+    "no position": ({"max_position_embeddings": "abc"}, "max_position_embeddings: 'abc'"),
+    "absurd positions": ({"max_position_embeddings": 10**30}, "max_position_embeddings"),
     "another number of layers": ({"num_layers": 5}, "num_layers 5"),
     "a size that is no number": ({"hidden_size": "32"}, "hidden_size"),
     "another width": ({"hidden_size": 64}, "embedding.word_embeddings.weight"),
@@ -182,6 +195,24 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     code, text = run(path, tmp_path / "out")
     assert code == 2 and "not complete" in text, text
     assert not (tmp_path / "out").exists()
+
+
+def test_an_optimizer_beside_the_model_is_left_out(tmp_path: Path) -> None:
+    more = {"chained_0.optimizer.state.exp_avg.x": torch.zeros(3), "optimizer.state.exp_avg.y": torch.zeros(3)}
+    write(tmp_path, tensors=more)
+    assert run(tmp_path, tmp_path / "out")[0] == 0
+    assert run(tmp_path / "iter_0000010", tmp_path / "again", "--step", 10)[0] == 0
+
+
+def test_links_and_other_types_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path)
+    shard = next(path.glob("*.distcp"))
+    shard.rename(tmp_path / "elsewhere")
+    shard.symlink_to(tmp_path / "elsewhere")
+    code, text = run(tmp_path, tmp_path / "out")
+    assert code == 2 and "is a link" in text
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("9" * 5000)
+    assert run(tmp_path, tmp_path / "out")[0] == 2
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:

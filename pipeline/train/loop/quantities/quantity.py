@@ -51,7 +51,10 @@ class QuantityNumbers:
 
 
 class Quantity:
-    """Something that a step measures. Each method does nothing unless a quantity needs it."""
+    """Something that a step measures. Each method does nothing unless a quantity needs it.
+
+    Numbers travel to the host as fp64, which holds whole numbers up to 2**53. Names of columns are a quantity's own.
+    """
 
     def begin(self, data: StepData) -> None:
         """Prepare for the passes of a step."""
