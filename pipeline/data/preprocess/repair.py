@@ -40,12 +40,14 @@ from pipeline.data.datasets.verify import Verification, verify
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob, UnitJob, WorkerContext
 from pipeline.data.sources.formats import planned_reader
-from pipeline.data.sources.globs import File
+from pipeline.data.sources.globs import NO_REMOTE, File
 from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import MAX_RECORD_BYTES, Piece, Unit
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.work.frozen_plan import VERSIONS
 from pipeline.data.work.job import Busy, run_leased
 from pipeline.data.work.leases import LeaseWatch
+from pipeline.data.work.planned_units import planned_access, planned_file
 from pipeline.data.work.receipts import read_receipt, read_receipts
 
 _SHOWN_FILES = 3
@@ -110,6 +112,10 @@ class _Source:
     def __init__(self, folder: Path, config: Config | None) -> None:
         self.folder = folder
         self._plan = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
+        self._remote = NO_REMOTE
+        if VERSIONS in self._plan:
+            access = planned_access(folder / PLAN_FILE, self._plan)
+            self._remote = access if config is None else config.data.remote.access
         settings = self._plan["settings"]
         if settings["data.preprocess.shuffle"] == "global":
             raise UserError(
@@ -153,8 +159,7 @@ class _Source:
         """A unit as the plan cuts it, of the files as they are now."""
         pieces = []
         for file, start, end in self._plan["units"][number]:
-            name, path, size = self._plan["files"][file]
-            known = File(name, path, size, 0)
+            known = planned_file(self._plan, file)
             pieces.append(Piece(known, start, end, self._is_chunked(known)))
         return Unit(number, self._plan["settings"]["name"], tuple(pieces))
 
@@ -163,6 +168,12 @@ class _Source:
         if self._reader.is_remote:
             return ""
         for piece in self.unit(number).pieces:
+            if piece.file.is_object:
+                try:
+                    piece.file.stored(self._remote).check()
+                except UserError as error:
+                    return f"the source cannot be read: {error}"
+                continue
             try:
                 size = os.stat(piece.file.path).st_size
             except OSError as error:
@@ -247,7 +258,10 @@ class _Source:
     def _reader(self) -> Reader:
         settings = self._plan["settings"]
         longest = settings.get("data.preprocess.max_record_bytes", MAX_RECORD_BYTES)
-        return planned_reader(self.folder / PLAN_FILE, settings, max_record_bytes=longest)
+        limits: dict[str, Any] = {"max_record_bytes": longest}
+        if VERSIONS in self._plan:
+            limits["remote"] = self._remote
+        return planned_reader(self.folder / PLAN_FILE, settings, **limits)
 
     def _is_chunked(self, file: File) -> bool:
         pieces = next(iter(self._reader.pieces(file, 2**62)), None)
@@ -259,7 +273,9 @@ class _Source:
         if self._reader.is_remote:
             return unit
         pieces = [
-            replace(piece, file=replace(piece.file, mtime_ns=os.stat(piece.file.path).st_mtime_ns))
+            piece
+            if piece.file.is_object
+            else replace(piece, file=replace(piece.file, mtime_ns=os.stat(piece.file.path).st_mtime_ns))
             for piece in unit.pieces
         ]
         return replace(unit, pieces=tuple(pieces))

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from pipeline.common.format import size
+from pipeline.common.objects.stream import ObjectStream
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -65,16 +66,18 @@ def compression_of(path: str) -> str | None:
     return next((name for suffix, name in FORMATS.items() if path.lower().endswith(suffix)), None)
 
 
-def open_stream(path: str, **options: Any) -> io.BufferedReader:
+def open_stream(path: str, raw: io.RawIOBase | None = None, **options: Any) -> io.BufferedReader:
     """Open a file, plain or compressed, for reading what is in it.
 
     Args:
         path: of the file.
+        raw: its bytes, if it is open or lies elsewhere.
         options: as for `Decompressed`.
     """
     if (name := compression_of(path)) is None:
-        return open(path, "rb")
-    return io.BufferedReader(Decompressed(open(path, "rb", buffering=0), name, **options), _OUTPUT_BYTES)
+        return open(path, "rb") if raw is None else io.BufferedReader(raw, _OUTPUT_BYTES)
+    raw = open(path, "rb", buffering=0) if raw is None else raw  # noqa: SIM115  (closed with the stream)
+    return io.BufferedReader(Decompressed(raw, name, **options), _OUTPUT_BYTES)
 
 
 class Decompressed(io.RawIOBase):
@@ -103,6 +106,7 @@ class Decompressed(io.RawIOBase):
         self._file = file
         self._name = name
         self._input = _Input(file)
+        self._object = file if isinstance(file, ObjectStream) else None
         self._beat = beat
         self._salvage = salvage
         self._max_window = max_window
@@ -165,26 +169,14 @@ class Decompressed(io.RawIOBase):
 
     def _members(self, verify: bool) -> Iterator[bytes]:
         """Content of the members of the file."""
-        while self._find_member():
+        while self._found_member():
             start = self._input.at
+            if self._object is not None:
+                self._object.keep_from(start)
             if not verify:
                 yield from self._decoded()
             else:
-                held: list[bytes] | None = []
-                given = 0
-                cut: StreamError | None = None
-                try:
-                    for out in self._decoded():
-                        given += len(out)
-                        if held is not None:
-                            held.append(out)
-                            if given > _HELD_BYTES:
-                                held = None
-                except StreamError as error:
-                    if self._salvage is None or not error.is_cut:
-                        raise
-                    self._salvage()
-                    cut = error
+                held, given, cut = self._verified(start)
                 if held is None:
                     self._input.seek(start)
                     yield from self._decoded() if cut is None else self._decoded_until(given)
@@ -193,6 +185,50 @@ class Decompressed(io.RawIOBase):
                 if cut is not None:
                     raise self._salvaged(cut, given)
             self._sound = self._input.at
+
+    def _verified(self, start: int) -> tuple[list[bytes] | None, int, StreamError | None]:
+        """Decompress a member to its end, for its checksum.
+
+        Returns:
+            Its content, unless it is large; its bytes; and the error if the end of the file cuts it and it is salvaged.
+        """
+        is_again = False
+        while True:
+            held: list[bytes] | None = []
+            given = 0
+            try:
+                for out in self._decoded():
+                    given += len(out)
+                    if held is not None:
+                        held.append(out)
+                        if given > _HELD_BYTES:
+                            held = None
+                return held, given, None
+            except StreamError as error:
+                if not is_again and self._fetched_again(start):
+                    is_again = True
+                    continue
+                if self._salvage is None or not error.is_cut:
+                    raise
+                self._salvage()
+                return held, given, error
+
+    def _found_member(self) -> bool:
+        """As `_find_member`; bytes of an object that are not those of a member are asked for once more."""
+        at = self._input.at
+        try:
+            return self._find_member()
+        except StreamError:
+            if not self._fetched_again(at):
+                raise
+            return self._find_member()
+
+    def _fetched_again(self, at: int) -> bool:
+        """Go back to a byte of an object and fetch it anew: the way from the store may have damaged it."""
+        if self._object is None or not self._object.fetch_again(at):
+            return False
+        self._input.seek(at)
+        return True
 
     def _salvaged(self, cut: StreamError, given: int) -> StreamError:
         detail = f"{cut.detail}; {given:,} bytes of text before the break are used without a checksum"

@@ -7,12 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import storage
+from pipeline.common.objects.access import RemoteAccess
+from pipeline.common.objects.urls import check_endpoint
+from pipeline.common.trust import refuse_untrusted
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
 from pipeline.data.sources.formats import planned_reader
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Reader
 from pipeline.data.sources.records import ANY_EXPANSION, MAX_RECORD_BYTES, Piece, Unit
+from pipeline.data.work.frozen_plan import REMOTE, VERSIONS
+
+
+def planned_file(plan: Any, number: int) -> File:
+    """A file of a plan by its number."""
+    name, path, size = plan["files"][number]
+    return File(name, path, size, 0, plan[VERSIONS][number] if VERSIONS in plan else "")
+
+
+def planned_access(path: Path, plan: Any) -> RemoteAccess:
+    """Settings by which the objects of a plan are read again.
+
+    Raises:
+        UserError: others may have written the plan: its URLs would be read with the credentials of this user.
+    """
+    refuse_untrusted(f"{path} (URLs in it)", [path], "use a copy of the dataset that only you may write to", sends=True)
+    where = plan.get(REMOTE, {})
+    endpoint = where.get("endpoint")
+    return RemoteAccess(
+        endpoint=None if endpoint is None else check_endpoint(endpoint), anonymous=bool(where.get("anonymous"))
+    )
 
 
 class PlannedUnits:
@@ -42,12 +66,13 @@ class PlannedUnits:
         # The records were sound when they were read before.
         limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
         limits |= {"salvage": True, "max_zstd_window": 2**31}
+        if VERSIONS in self.plan:
+            limits["remote"] = planned_access(self._path, self.plan)
         return planned_reader(self._path, settings, **limits)
 
     def file(self, number: int) -> File:
         """A file by its number in the plan."""
-        name, path, size = self.plan["files"][number]
-        return File(name, path, size, 0)
+        return planned_file(self.plan, number)
 
     def unit(self, number: int) -> Unit:
         """A unit as the plan cuts it."""

@@ -14,8 +14,10 @@ from typing import Any
 from pipeline.common import storage
 from pipeline.common.errors import MachineError
 from pipeline.common.hashing import key, value_hash
+from pipeline.common.objects.urls import is_url
 from pipeline.common.problems import Problems
 from pipeline.config.data import HeldOutSourceConfig, InputConfig, PreprocessConfig
+from pipeline.config.parsing.code_keys import REMOTE_KEYS, refuse_code_of_others
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
@@ -82,11 +84,17 @@ class SourceFiles:
 def reader_of(source: InputConfig, config: Config) -> Reader:
     """Reader of a source, by the run file."""
     preprocess = config.data.preprocess
-    limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
+    limits: dict[str, Any] = {
+        "max_expansion": preprocess.max_expansion,
+        "max_record_bytes": preprocess.max_record_bytes,
+    }
     if preprocess.on_damaged_file == "salvage":
         limits["salvage"] = True
     if preprocess.max_zstd_window != MAX_ZSTD_WINDOW:  # readers of other packages may not know it
         limits["max_zstd_window"] = preprocess.max_zstd_window
+    access = config.data.remote.access
+    if any(is_url(path) for path in source.paths):
+        limits["remote"] = access
     return source_format(source.type).from_config(source, **limits)
 
 
@@ -106,7 +114,13 @@ def find_source_files(
         MachineError: files may not be read.
     """
     own = Problems() if problems is None else problems
-    found = []
+    found: list[SourceFiles] = []
+    with own.collecting():
+        refuse_objects_of_others(config)
+    if problems is None:
+        own.raise_problems()
+    elif own.problems:  # nothing is asked for with credentials that somebody else may have wanted
+        return found
     for place, source in config.data.inputs.items():
         if source.dataset is None and (held_out or not isinstance(source, HeldOutSourceConfig)):
             with own.collecting():
@@ -117,6 +131,15 @@ def find_source_files(
     if problems is None:
         own.raise_problems()
     return found
+
+
+def refuse_objects_of_others(config: Config) -> None:
+    """Refuse URLs that others may have written, before anything is asked for with the credentials of this user.
+
+    Raises:
+        UserError: there is one.
+    """
+    refuse_code_of_others(config, *REMOTE_KEYS)
 
 
 @contextmanager
@@ -228,8 +251,8 @@ def order_key(seed: int, unit: Unit) -> int:
 
 
 def input_stat(unit: Unit) -> str:
-    """Hash of names, sizes and times of a unit's files: equal means that the input need not be read again."""
-    return value_hash([[p.file.name, p.file.size, p.file.mtime_ns, p.start, p.end] for p in unit.pieces])
+    """Hash of names, sizes and times (of objects, versions) of a unit's files: equal input need not be read again."""
+    return value_hash([[p.file.name, p.file.size, p.file.changed_at, p.start, p.end] for p in unit.pieces])
 
 
 def check_files(config: Config, sources: Iterable[tuple[SourceFiles, bool]], found: Problems) -> None:
