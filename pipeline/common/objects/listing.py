@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 from collections.abc import Iterator
 from functools import partial
 
@@ -53,6 +54,26 @@ def find_objects(url: ObjectUrl, access: RemoteAccess) -> list[tuple[str, Stored
             found.append((name, each))
     # Some programs mark a folder by an empty object with its name.
     return sorted((name, each) for name, each in found if each.size or name not in folders)
+
+
+def look_at(url: ObjectUrl, access: RemoteAccess) -> bool:
+    """Look whether what a URL or glob stands for can be listed and read: at one object of the first page of its list.
+
+    Returns:
+        False if nothing is there.
+
+    Raises:
+        UserError: it cannot be.
+    """
+    if not has_wildcard(url.key) or not url.is_listable:
+        find_objects(url, access)
+        return True
+    parts = url.key.split("/")
+    base = itertools.takewhile(lambda part: not has_wildcard(part), parts)
+    first = next(list_objects(url.with_key("/".join(base)), access), None)
+    if first is not None:
+        first.check()
+    return first is not None
 
 
 def list_objects(folder: ObjectUrl, access: RemoteAccess) -> Iterator[StoredObject]:

@@ -26,7 +26,7 @@ class Abandoned(Exception):
 
 
 @dataclass
-class Requests:
+class RequestCounts:
     """Counts of requests of this process."""
 
     sent: int = 0
@@ -40,7 +40,7 @@ class Requests:
             self.sent, self.failed, self.bytes = self.sent + sent, self.failed + failed, self.bytes + bytes
 
 
-REQUESTS = Requests()
+COUNTS = RequestCounts()
 
 
 def retrying(
@@ -75,14 +75,14 @@ def retrying(
     while True:
         if abandoned is not None and abandoned.is_set():
             raise Abandoned
-        REQUESTS.count(sent=1)
+        COUNTS.count(sent=1)
         attempts += 1
         try:
             return request()
         except UserError:
             raise
         except Exception as error:
-            REQUESTS.count(failed=1)
+            COUNTS.count(failed=1)
             kind, _ = kind_of(error)
             if progress() > before:
                 since, before, pauses = clock(), progress(), 0

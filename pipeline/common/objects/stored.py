@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.failures import COPY_FIRST, RESTORE, ObjectChanged, StoreError, Truncated, kind_of
-from pipeline.common.objects.retries import REQUESTS, retrying
+from pipeline.common.objects.retries import COUNTS, retrying
 from pipeline.common.objects.stores import forget_store, load_obstore, open_store
 from pipeline.common.objects.urls import ObjectUrl, parse_url
 
@@ -117,7 +117,7 @@ class _Response:
             data = bytes(part)[: self._end - self.at]
             self._parts.append(data)
             self.at += len(data)
-            REQUESTS.count(bytes=len(data))
+            COUNTS.count(bytes=len(data))
         if self.at < self._end:
             raise Truncated(f"{self._end - self.at} bytes are missing")
         return b"".join(self._parts)

@@ -6,7 +6,7 @@ import ipaddress
 import re
 from dataclasses import dataclass
 from typing import Literal
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from pipeline.common.errors import UserError
 from pipeline.common.redaction import masked
@@ -42,7 +42,8 @@ class ObjectUrl:
         return ObjectUrl(self.scheme, self.place, key)
 
     def __str__(self) -> str:
-        return f"{self.scheme}://{self.place}/{self.key}"
+        key = self.key if self.is_listable else quote(self.key, safe="/:@!$&'()*+,;=~[]")
+        return f"{self.scheme}://{self.place}/{key}"
 
 
 def is_url(text: str) -> bool:

@@ -266,6 +266,8 @@ def check_files(config: Config, sources: Iterable[tuple[SourceFiles, bool]], fou
     refuses = config.data.preprocess.on_damaged_file == "fail"
     for source, is_new in sources:
         with found.collecting(), reading(config, [source]):
+            if stored := next((file for file in source.files if file.is_object), None):
+                stored.stored(source.reader.remote).check()  # to list and to read are two permissions
             source.reader.check_columns(source.files, every=is_new)
             if refuses and is_new and (damaged := find_damaged_ends(source.files, source.reader)):
                 raise damaged_error(source.source.name, damaged, source.bytes)

@@ -64,6 +64,7 @@ def stored(memory: MemoryStore, key: str = "a.bin", data: bytes = DATA) -> Store
 def test_urls(text: str, parts: tuple[str, str, str]) -> None:
     found = parse_url(text)
     assert (found.scheme, found.place, found.key) == parts and is_url(text)
+    assert str(found) == text and parse_url(str(found)) == found
 
 
 @pytest.mark.parametrize(
