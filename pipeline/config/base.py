@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
@@ -178,8 +179,8 @@ def absolute(path: Path) -> Path:
 def _refuse_url(path: str) -> None:
     if found := _URL.match(path):
         raise ValueError(
-            f"must be a path, not a {found[0].rstrip(':/')} URL: only data.sources.N.paths may be URLs of objects. "
-            "Mount the bucket (mount-s3, gcsfuse, rclone mount) or copy it (rclone copy, aws s3 sync)"
+            f"must be a path, not a {found[0].rstrip(':/')} URL: only data.sources.N.paths and tokenizer.path may be "
+            "URLs. Mount the bucket (mount-s3, gcsfuse, rclone mount) or copy it (rclone copy, aws s3 sync)"
         )
 
 
@@ -196,6 +197,19 @@ def glob_or_url(pattern: str) -> str:
         ValueError: it is a URL of something else, or has a secret in it.
     """
     return str(parse_url(pattern)) if is_url(pattern) else absolute_glob(pattern)
+
+
+def path_or_url(value: Any) -> Path | str:
+    """`absolute` for a path, or the URL of an object as text.
+
+    Raises:
+        ValueError: it is a URL of something else, or has a secret in it.
+    """
+    if isinstance(value, str) and is_url(value):
+        return str(parse_url(value))
+    if not isinstance(value, str | Path):
+        raise PydanticKnownError("string_type")
+    return absolute(Path(value))
 
 
 def single_line(text: str) -> str:
@@ -289,6 +303,13 @@ def _name_objects(paths: Iterable[str]) -> bool:
 
 GlobOrUrl = Annotated[str, AfterValidator(glob_or_url), KeyMark("credentials", applies=_name_objects)]
 """Path or glob of files, absolute after loading, or URL of objects; a key of it is a list."""
+
+PathOrUrl = Annotated[
+    Path | str,
+    PlainValidator(path_or_url, json_schema_input_type=Path),
+    KeyMark("credentials", applies=lambda value: isinstance(value, str) and _name_objects([value])),
+]
+"""Path, absolute after loading, or the URL of an object, which is text."""
 
 MAX_SEQUENCE = 2**26
 """Tokens of a window: 60 times the longest published. Plans, masks and tables of positions grow with it, and are made

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+import xxhash
+
 from pipeline.common.objects.stored import StoredObject
 from pipeline.common.storage import naming
 
@@ -102,6 +104,10 @@ class ObjectStream(io.RawIOBase):
         """Keep what was and is read from a place on, and nothing before it."""
         if self._kept is not None:
             self._kept.drop_before(at)
+
+    def kept_hash(self) -> str | None:
+        """Hash (xxh3-128) of what is kept; None if nothing is."""
+        return None if self._kept is None else self._kept.hash()
 
     def fetch_again(self, at: int) -> bool:
         """Forget what was kept, and go to a place, whose bytes are asked for anew; False if nothing is kept.
@@ -211,6 +217,14 @@ class _Kept:
         data = self._file.read(min(len(target), self._end - at))
         target[: len(data)] = data
         return len(data)
+
+    def hash(self) -> str:
+        """Hash of the bytes, with their place."""
+        digest = xxhash.xxh3_128(str(self._start).encode())
+        self._file.seek(0)
+        while block := self._file.read(2**20):
+            digest.update(block)
+        return digest.hexdigest()
 
     def drop_before(self, at: int) -> None:
         """Forget what lies before a place."""

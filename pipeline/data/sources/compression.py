@@ -192,7 +192,7 @@ class Decompressed(io.RawIOBase):
         Returns:
             Its content, unless it is large; its bytes; and the error if the end of the file cuts it and it is salvaged.
         """
-        is_again = False
+        before = None
         while True:
             held: list[bytes] | None = []
             given = 0
@@ -205,8 +205,9 @@ class Decompressed(io.RawIOBase):
                             held = None
                 return held, given, None
             except StreamError as error:
-                if not is_again and self._fetched_again(start):
-                    is_again = True
+                # The same bytes once more: it is the object that is damaged, and not the way from the store.
+                if (now := self._kept_hash()) != before and self._fetched_again(start):
+                    before = now
                     continue
                 if self._salvage is None or not error.is_cut:
                     raise
@@ -215,13 +216,18 @@ class Decompressed(io.RawIOBase):
 
     def _found_member(self) -> bool:
         """As `_find_member`; bytes of an object that are not those of a member are asked for once more."""
-        at = self._input.at
-        try:
-            return self._find_member()
-        except StreamError:
-            if not self._fetched_again(at):
-                raise
-            return self._find_member()
+        at, before = self._input.at, None
+        while True:
+            try:
+                return self._find_member()
+            except StreamError:
+                if (now := self._kept_hash()) == before or not self._fetched_again(at):
+                    raise
+                before = now
+
+    def _kept_hash(self) -> str | None:
+        """Hash of the bytes of an object that were read for a member, if it is one."""
+        return None if self._object is None else self._object.kept_hash()
 
     def _fetched_again(self, at: int) -> bool:
         """Go back to a byte of an object and fetch it anew: the way from the store may have damaged it."""

@@ -162,7 +162,7 @@ def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
         path = Path(str(error.filename))
         if str(path) in keys:
             raise may_not_be_read(keys[str(path)], error) from error
-        if config.tokenizer.path is not None and path.is_relative_to(config.tokenizer.path):
+        if isinstance(config.tokenizer.path, Path) and path.is_relative_to(config.tokenizer.path):
             raise may_not_be_read("tokenizer.path", error) from error
         raise
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import os
@@ -27,6 +28,7 @@ from pipeline.common.objects.stored import StoredObject, find_object
 from pipeline.common.objects.stores import use_store
 from pipeline.common.objects.stream import ObjectStream
 from pipeline.common.objects.urls import check_endpoint, is_url, parse_url
+from pipeline.data.sources.compression import Decompressed, StreamError
 from tests.common.objects.faults import MODES, Mode, faults
 from tests.common.objects.web import Web, web
 
@@ -192,6 +194,32 @@ def test_a_changed_object_is_refused_by_name(memory: MemoryStore, size: int) -> 
         found.check()
     with pytest.raises(ObjectMissing, match="no such object"):
         find_object(parse_url("s3://bucket/none"), ACCESS)
+
+
+@pytest.mark.parametrize("times", [0, 1, 5])
+def test_bits_that_change_on_the_way_are_fetched_again(
+    memory: MemoryStore, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """Where a checksum finds them; bits of the object itself are the same each time."""
+    members = [gzip.compress(DATA[:500_000], 1), gzip.compress(DATA[500_000:], 1)]
+    found, answers = stored(memory, "a.gz", b"".join(members)), itertools.count()
+    read = StoredObject.read
+
+    def damaging(self: StoredObject, start: int, end: int, abandoned: Any = None) -> bytes:
+        data = bytearray(read(self, start, end, abandoned))
+        if start <= len(members[0]) + 1000 < end and (number := next(answers)) < times:
+            data[len(members[0]) + 1000 - start + number] ^= 1
+        return bytes(data)
+
+    monkeypatch.setattr(StoredObject, "read", damaging)
+    assert Decompressed(ObjectStream(found, keeps=True), "gzip").read() == DATA
+    assert next(answers) == times + 1
+    broken = bytearray(b"".join(members))
+    broken[len(members[0]) + 1000] ^= 1
+    stream = Decompressed(ObjectStream(stored(memory, "b.gz", bytes(broken)), keeps=True), "gzip")
+    with pytest.raises(StreamError, match="damaged gzip file"):
+        while stream.read(2**20):
+            pass
 
 
 def test_an_empty_object(memory: MemoryStore) -> None:

@@ -95,7 +95,11 @@ def web() -> Iterator[Web]:
         def log_message(self, *_: Any) -> None:
             return
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None:
+            return  # a client that has gone
+
+    server = Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     served.port = server.server_port
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)

@@ -104,19 +104,20 @@ def test_a_web_server_is_read_like_a_disk(tmp_path: Path) -> None:
     write(tmp_path / "corpus", files)
     kinds = {"web": ("jsonl", COMPRESSED), "tables": ("parquet", ("tables/lang=de/1.parquet",))}
 
-    def config(where: str, name: str) -> Config:
+    def config(where: str, name: str, **data: Any) -> Config:
         named = [
             {"name": source, "type": type, "paths": [where + (key.replace("%", "%25") if "//" in where else key)]}
             for (source, (type, keys)) in kinds.items()
             for key in keys[:1]
         ]
-        return config_of(tmp_path / name, where, sources=named, preprocess={"workers": 1})
+        return config_of(tmp_path / name, where, sources=named, preprocess={"workers": 1}, **data)
 
     on_disk = config(f"{tmp_path}/corpus/", "disk")
     preprocess(on_disk)
     with web() as server:
         server.objects = files
-        remote = config(server.url(), "remote")
+        server.objects["tokenizer.json"] = (on_disk.data_dir / "tokenizer" / "tokenizer.json").read_bytes()
+        remote = config(server.url(), "remote", tokenizer={"path": server.url("tokenizer.json")})
         preprocess(remote)
         assert datasets(remote) == datasets(on_disk)
         plan = json.loads((remote.data_dir / "web" / "plan.json").read_text())
