@@ -6,6 +6,7 @@ import io
 import mmap
 import os
 import tempfile
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ class PartialCopy(io.RawIOBase):
     def __init__(self, stored: StoredObject) -> None:
         self._stored = stored
         self._at = 0
+        self._abandoned = threading.Event()
         self._there: list[tuple[int, int]] = []
         """Ranges that were fetched, in order, none touching another."""
         with naming(tempfile.gettempdir()):
@@ -99,11 +101,13 @@ class PartialCopy(io.RawIOBase):
             while pending or running:
                 while pending and len(running) < self._stored.access.concurrency:
                     at, last = pending.popleft()
-                    running.append((at, pool.submit(self._stored.read, at, last)))
+                    running.append((at, pool.submit(self._stored.read, at, last, self._abandoned)))
                 at, data = running.popleft()
                 self._write(at, data.result())
         except BaseException:
             self._there.clear()  # nobody knows which of them came
+            self._abandoned.set()
+            self._abandoned = threading.Event()
             raise
 
     def whole(self) -> mmap.mmap:
@@ -149,5 +153,6 @@ class PartialCopy(io.RawIOBase):
 
     def close(self) -> None:
         """Remove it."""
+        self._abandoned.set()
         self._file.close()
         super().close()

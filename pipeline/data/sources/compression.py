@@ -14,8 +14,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
+from pipeline.common.errors import UserError
 from pipeline.common.format import size
 from pipeline.common.objects.stream import ObjectStream
+from pipeline.common.objects.urls import is_url
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -73,7 +75,12 @@ def open_stream(path: str, raw: io.RawIOBase | None = None, **options: Any) -> i
         path: of the file.
         raw: its bytes, if it is open or lies elsewhere.
         options: as for `Decompressed`.
+
+    Raises:
+        UserError: it is the URL of an object, which was not opened.
     """
+    if raw is None and is_url(path):
+        raise UserError(f"{path}: this reader opens files on a disk alone; copy the object there")
     if (name := compression_of(path)) is None:
         return open(path, "rb") if raw is None else io.BufferedReader(raw, _OUTPUT_BYTES)
     raw = open(path, "rb", buffering=0) if raw is None else raw  # noqa: SIM115  (closed with the stream)

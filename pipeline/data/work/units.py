@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import storage
-from pipeline.common.errors import MachineError
+from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import key, value_hash
 from pipeline.common.objects.urls import is_url
 from pipeline.common.problems import Problems
@@ -115,11 +115,12 @@ def find_source_files(
     """
     own = Problems() if problems is None else problems
     found: list[SourceFiles] = []
-    with own.collecting():
-        refuse_objects_of_others(config)
-    if problems is None:
-        own.raise_problems()
-    elif own.problems:  # nothing is asked for with credentials that somebody else may have wanted
+    try:
+        refuse_code_of_others(config, *REMOTE_KEYS)  # before anything is asked for with the credentials of this user
+    except UserError as error:
+        if problems is None:
+            raise
+        problems.problem(str(error))
         return found
     for place, source in config.data.inputs.items():
         if source.dataset is None and (held_out or not isinstance(source, HeldOutSourceConfig)):
@@ -131,15 +132,6 @@ def find_source_files(
     if problems is None:
         own.raise_problems()
     return found
-
-
-def refuse_objects_of_others(config: Config) -> None:
-    """Refuse URLs that others may have written, before anything is asked for with the credentials of this user.
-
-    Raises:
-        UserError: there is one.
-    """
-    refuse_code_of_others(config, *REMOTE_KEYS)
 
 
 @contextmanager

@@ -185,7 +185,8 @@ def test_datasets_are_those_of_a_disk_under_each_fault_with_kills(
     else:
         expected = store.expected(*names)
     config, file = store.run_file(tmp_path / "bucket", **changes)
-    with faults(store.server.port, mode) as proxy:
+    # Compressed files alone are a few requests.
+    with faults(store.server.port, mode, 0.3 if mode == "corruption" else 0.05) as proxy:
         for name, value in environment(proxy.endpoint).items():
             monkeypatch.setenv(name, value)
         for wanted in (3, 9, 17):
