@@ -146,8 +146,8 @@ class InputConfig(Section):
     options: SourceOptions = None
     """Options of the plug-in that `type` names."""
     paths: list[GlobOrUrl] = Field(default_factory=list)
-    """Files to read; globs may have `**`. Also objects: `s3://BUCKET/KEY`, `gs://`, `az://`, `https://`
-    (`docs/object-storage.md`); in a run file that another user may have written, URLs are refused."""
+    """Files to read; globs may have `**`. Also objects: `s3://BUCKET/KEY`, `gs://`, `az://`, `hf://`,
+    `https://` (`docs/object-storage.md`); in a run file that another user may have written, URLs are refused."""
     exclude: list[Text] = Field(default_factory=list)
     """Globs of files to leave out."""
     hub: HubConfig | None = None

@@ -9,6 +9,7 @@ from functools import partial
 
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.failures import ObjectMissing
+from pipeline.common.objects.hub import list_hub
 from pipeline.common.objects.retries import retrying
 from pipeline.common.objects.stored import StoredObject, find_object, version_in
 from pipeline.common.objects.stores import forget_store, load_obstore, open_store
@@ -34,6 +35,8 @@ def find_objects(url: ObjectUrl, access: RemoteAccess) -> list[tuple[str, Stored
     Raises:
         UserError: they cannot be listed, or wildcards are in the URL of a server that has no lists.
     """
+    if url.is_pinned:
+        return _find_in_hub(url, access)
     if not has_wildcard(url.key):
         return [(url.key.rpartition("/")[2], find_object(url, access))]
     if not url.is_listable:
@@ -56,6 +59,20 @@ def find_objects(url: ObjectUrl, access: RemoteAccess) -> list[tuple[str, Stored
     return sorted((name, each) for name, each in found if each.size or name not in folders)
 
 
+def _find_in_hub(url: ObjectUrl, access: RemoteAccess) -> list[tuple[str, StoredObject]]:
+    """The files that a URL of the hub stands for. One without a wildcard is a list of its folder, too."""
+    parts = url.key.split("/")
+    fixed = next((number for number, part in enumerate(parts) if has_wildcard(part)), len(parts) - 1)
+    base = "/".join(parts[:fixed])
+    files = {each.url.key.removeprefix(f"{base}/"): each for each in list_hub(url.with_key(base), access)}
+    if (whole := "/".join(parts[fixed:])) in files:
+        return [(whole, files[whole])]
+    found = sorted(name for name in files if matches(parts[fixed:], name.split("/")))
+    if not found and not has_wildcard(url.key):
+        raise ObjectMissing(f"{url}: there is no such file in the dataset")
+    return [(name, files[name]) for name in found]
+
+
 def look_at(url: ObjectUrl, access: RemoteAccess) -> bool:
     """Look whether what a URL or glob stands for can be listed and read: at one object of the first page of its list.
 
@@ -66,8 +83,7 @@ def look_at(url: ObjectUrl, access: RemoteAccess) -> bool:
         UserError: it cannot be.
     """
     if not has_wildcard(url.key) or not url.is_listable:
-        find_objects(url, access)
-        return True
+        return bool(find_objects(url, access))
     parts = url.key.split("/")
     base = itertools.takewhile(lambda part: not has_wildcard(part), parts)
     first = next(list_objects(url.with_key("/".join(base)), access), None)

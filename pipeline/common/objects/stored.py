@@ -24,7 +24,7 @@ class StoredObject:
     Attributes:
         url: of the object.
         size: in bytes.
-        version: its ETag. It tells versions apart, and says nothing of the content.
+        version: its ETag, which tells versions apart and says nothing of the content; of the hub, a hash.
         access: settings.
     """
 
@@ -72,7 +72,7 @@ class StoredObject:
         """
         if self.size:
             self.read(0, 1)
-        else:
+        elif not self.url.is_pinned:
             self._check(find_object(self.url, self.access))
 
     def _check(self, now: StoredObject) -> None:
@@ -101,16 +101,18 @@ class _Response:
         """Ask for what is missing; returns all of the range."""
         listed = self._listed
         store = open_store(listed.url, listed.access)
-        options = {"range": (self.at, self._end), "if_match": listed.version}
+        options: dict[str, Any] = {"range": (self.at, self._end)}
+        if not listed.url.is_pinned:
+            options["if_match"] = listed.version
         try:
             found = load_obstore().get(store, listed.url.key, options=options)
         except Exception as error:
-            if kind_of(error)[0] in ("changed", "no range"):
+            if kind_of(error)[0] in ("changed", "no range") and not listed.url.is_pinned:
                 # Which of them it is now says whether it changed: a shorter one has no such range.
                 listed._check(find_object(listed.url, listed.access))
             raise
-        now = StoredObject(listed.url, found.meta["size"], version_in(listed.url, found.meta), listed.access)
-        listed._check(now)
+        version = listed.version if listed.url.is_pinned else version_in(listed.url, found.meta)
+        listed._check(StoredObject(listed.url, found.meta["size"], version, listed.access))
         if found.range[0] != self.at:
             raise Truncated(f"bytes from {found.range[0]} on came in place of those from {self.at} on")
         for part in found.stream(min_chunk_size=_STREAM_BYTES):

@@ -10,10 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
+from urllib.parse import quote
 
 from pipeline.common.errors import MachineError, UserError, install_extra
 from pipeline.common.objects.access import RemoteAccess
-from pipeline.common.objects.urls import ObjectUrl
+from pipeline.common.objects.urls import ObjectUrl, dataset_of
 
 _WHOLE_REQUEST = timedelta(hours=1)
 """Bound of a request with its body; what holds is the time without a byte."""
@@ -97,11 +98,31 @@ def _open(url: ObjectUrl, access: RemoteAccess) -> Any:
     }
     if url.scheme == "s3":
         return _open_s3(url, access, options)
+    if url.is_pinned:
+        return _open_hub(url, access, options)
     if url.scheme in ("https", "http"):
         options["client_options"]["allow_http"] = url.scheme == "http"
         return store.HTTPStore(f"{url.scheme}://{url.place}", **options)
     kind: Callable[..., Any] = store.GCSStore if url.scheme == "gs" else store.AzureStore
     return kind(url.place, skip_signature=access.anonymous, **options)
+
+
+def hub_address() -> str:
+    """URL of the Hugging Face hub: `HF_ENDPOINT`, or the public one."""
+    return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def _open_hub(url: ObjectUrl, access: RemoteAccess, options: dict[str, Any]) -> Any:
+    import huggingface_hub
+    from obstore.store import HTTPStore
+
+    name, revision = dataset_of(url)
+    address = hub_address()
+    options["client_options"]["allow_http"] = address.startswith("http:")
+    token = None if access.anonymous else huggingface_hub.get_token()
+    if token is not None:
+        options["client_options"]["default_headers"] = {"authorization": f"Bearer {token}"}
+    return HTTPStore(f"{address}/datasets/{name}/resolve/{quote(revision, safe='')}", **options)
 
 
 def _open_s3(url: ObjectUrl, access: RemoteAccess, options: dict[str, Any]) -> Any:

@@ -11,10 +11,11 @@ from urllib.parse import quote, unquote, urlsplit
 from pipeline.common.errors import UserError
 from pipeline.common.redaction import masked
 
-Scheme = Literal["s3", "gs", "az", "https", "http"]
+Scheme = Literal["s3", "gs", "az", "hf", "https", "http"]
 STORES: dict[str, str] = {"s3": "S3", "gs": "Google Cloud Storage", "az": "Azure Blob Storage"}
 """Stores with buckets, by scheme: their objects can be listed."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
+_HUB = re.compile(r"(datasets/[^/@]+(?:/[^/@]+)?@[^/@]+)/(.+)", re.DOTALL)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -24,7 +25,7 @@ class ObjectUrl:
 
     Attributes:
         scheme: of the URL.
-        place: bucket; of Azure the container; of HTTP the host with its port.
+        place: bucket; of Azure the container; of HTTP the host with its port; of the hub `datasets/NAME@REVISION`.
         key: of the object in the bucket, as it is; of HTTP the path, decoded.
     """
 
@@ -37,12 +38,18 @@ class ObjectUrl:
         """True if the store can list its objects."""
         return self.scheme in STORES
 
+    @property
+    def is_pinned(self) -> bool:
+        """True of files of the hub, which belong to a commit and never change."""
+        return self.scheme == "hf"
+
     def with_key(self, key: str) -> ObjectUrl:
         """Another object in the same place."""
         return ObjectUrl(self.scheme, self.place, key)
 
     def __str__(self) -> str:
-        key = self.key if self.is_listable else quote(self.key, safe="/:@!$&'()*+,;=~[]")
+        is_literal = self.is_listable or self.is_pinned
+        key = self.key if is_literal else quote(self.key, safe="/:@!$&'()*+,;=~[]")
         return f"{self.scheme}://{self.place}/{key}"
 
 
@@ -62,8 +69,10 @@ def parse_url(text: str) -> ObjectUrl:
     """
     shown, found = masked(text), _URL.match(text)
     scheme = found[1].lower() if found else ""
-    if found is None or scheme not in (*STORES, "https", "http"):
-        raise UserError(f"{shown} is not a URL of an object: it must begin with s3://, gs://, az:// or https://")
+    if found is None or scheme not in (*STORES, "hf", "https", "http"):
+        raise UserError(f"{shown} is not a URL of an object: it must begin with s3://, gs://, az://, hf:// or https://")
+    if scheme == "hf":
+        return _parse_hub(text[found.end() :], shown)
     place, _, key = text[found.end() :].partition("/")
     if _CONTROL.search(text):
         raise UserError(f"{shown!a} has control characters")
@@ -80,9 +89,30 @@ def parse_url(text: str) -> ObjectUrl:
         if scheme == "http" and not _is_loopback(place):
             raise UserError(f"{shown}: http:// sends everything in the clear; use https://")
         key = unquote(key)
+    _check_folders(key, shown)
+    return ObjectUrl(scheme, place, key)  # type: ignore[arg-type]  # one of the schemes
+
+
+def _parse_hub(text: str, shown: str) -> ObjectUrl:
+    found = _HUB.fullmatch(text)
+    if found is None or _CONTROL.search(text):
+        raise UserError(
+            f"{shown} is not the URL of a file of a dataset: write hf://datasets/NAME@REVISION/PATH, with a branch, a "
+            "tag or a commit as the revision (a slash in it is %2F)"
+        )
+    _check_folders(found[2], shown)
+    return ObjectUrl("hf", found[1], found[2])
+
+
+def _check_folders(key: str, shown: str) -> None:
     if any(part in ("", ".", "..") for part in key.split("/")):
         raise UserError(f"{shown}: empty folder names, '.' and '..' cannot be part of a key")
-    return ObjectUrl(scheme, place, key)  # type: ignore[arg-type]  # one of the schemes
+
+
+def dataset_of(url: ObjectUrl) -> tuple[str, str]:
+    """Name and revision of the dataset of the hub that a file belongs to."""
+    name, _, revision = url.place.removeprefix("datasets/").partition("@")
+    return name, revision.replace("%2F", "/")
 
 
 def check_endpoint(text: str) -> str:

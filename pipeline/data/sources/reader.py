@@ -409,7 +409,7 @@ class Cursor:
         Raises:
             UserError: it is too much for what there is on disk.
         """
-        if piece.file.path.startswith(HUB_PREFIX):
+        if piece.file.path.startswith(HUB_PREFIX) and not piece.file.is_object:
             return  # nobody knows how large it is
         limit = max(free, self.reader.max_expansion * (piece.file.size if on_disk is None else on_disk))
         if size > limit:

@@ -30,6 +30,7 @@ from pipeline.common.objects.stream import ObjectStream
 from pipeline.common.objects.urls import check_endpoint, is_url, parse_url
 from pipeline.data.sources.compression import Decompressed, StreamError
 from tests.common.objects.faults import MODES, Mode, faults
+from tests.common.objects.hub import COMMIT, hub
 from tests.common.objects.web import Web, web
 
 ACCESS = RemoteAccess(request_bytes=2**17, patience_s=20, read_timeout_s=0.5)
@@ -61,6 +62,8 @@ def stored(memory: MemoryStore, key: str = "a.bin", data: bytes = DATA) -> Store
         ("gs://bucket/x", ("gs", "bucket", "x")),
         ("https://host:81/a%20b/x.txt", ("https", "host:81", "a b/x.txt")),
         ("http://localhost/x", ("http", "localhost", "x")),
+        ("hf://datasets/org/set@refs%2Fx/a b/%.txt", ("hf", "datasets/org/set@refs%2Fx", "a b/%.txt")),
+        ("hf://datasets/set@main/*.txt", ("hf", "datasets/set@main", "*.txt")),
     ],
 )
 def test_urls(text: str, parts: tuple[str, str, str]) -> None:
@@ -72,6 +75,7 @@ def test_urls(text: str, parts: tuple[str, str, str]) -> None:
 @pytest.mark.parametrize(
     "text",
     [
+        *("hf://datasets/org/set/x", "hf://org/set@main/x", "hf://datasets/org/set@main"),
         *("s3://bucket", "s3://bucket/", "s3:///x", "s3://bucket//x", "s3://bucket/../x", "ftp://host/x"),
         *("http://host/x", "s3://me:hunter2hunter2@bucket/x", "https://host/x?X-Amz-Signature=hunter2hunter2"),
     ],
@@ -316,6 +320,32 @@ def test_a_redirect_to_another_host_gets_no_signature(server: Web) -> None:
         secret = {"AWS_ACCESS_KEY_ID": "AKIAFAKEFAKEFAKEFAKE", "AWS_SECRET_ACCESS_KEY": "planted"}
         assert run(program, secret).stdout.split() == [str(len(DATA))]
         assert "authorization" in other.requests[0][2] and "authorization" not in server.requests[0][2]
+
+
+def test_files_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Listed at a commit, and read where the hub sends requests on to, which does not get the token."""
+    content = {"en/a b%.jsonl": DATA, "en/2.jsonl": b"2", "en/.x.jsonl": b"3", "de/1.jsonl": b"4", "README.md": b"5"}
+    monkeypatch.setenv("HF_TOKEN", "hf_plantedplantedplantedplantedplanted")
+    with hub(content) as served:
+        monkeypatch.setenv("HF_ENDPOINT", served.site.url().rstrip("/"))
+        found = dict(find_objects(parse_url("hf://datasets/org/set@main/*/*.jsonl"), ACCESS))
+        assert list(found) == ["de/1.jsonl", "en/2.jsonl", "en/a b%.jsonl"]
+        stored = found["en/a b%.jsonl"]
+        assert str(stored.url) == f"hf://datasets/org/set@{COMMIT}/en/a b%.jsonl" and stored.size == len(DATA)
+        assert io.BufferedReader(ObjectStream(stored)).read() == DATA
+        asked = [headers.get("authorization", "") for _, path, headers in served.site.requests if "resolve" in path]
+        assert asked and all("hf_planted" in each for each in asked)
+        assert not any("authorization" in headers for _, _, headers in served.files.requests)
+        assert [name for name, _ in find_objects(parse_url("hf://datasets/org/set@main/de/1.jsonl"), ACCESS)] == [
+            "1.jsonl"
+        ]
+        for url, words in (
+            ("hf://datasets/org/set@main/de/none.jsonl", "no such file"),
+            ("hf://datasets/org/set@other/de/1.jsonl", "check name and revision"),
+            ("hf://datasets/org/none@main/*.jsonl", "check name and revision"),
+        ):
+            with pytest.raises(ObjectMissing, match=words):
+                find_objects(parse_url(url), ACCESS)
 
 
 def run(program: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ class Web:
         no_ranges: answer with the whole object, whatever part is asked for.
         weak: give weak ETags.
         redirect: URL of another server that the requests are sent on to.
+        pages: JSON by path, which is answered before anything else.
         refusals: (status, body) of the next answers, in place of objects.
     """
 
@@ -31,6 +32,7 @@ class Web:
         self.sent = 0
         self.no_ranges = self.weak = False
         self.redirect = ""
+        self.pages: dict[str, str] = {}
         self.refusals: list[tuple[int, str]] = []
         self.port = 0
 
@@ -40,7 +42,11 @@ class Web:
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(request.path).path.lstrip("/"))
         self.requests.append((request.command, request.path, {k.lower(): v for k, v in request.headers.items()}))
-        if self.refusals:
+        if (page := self.pages.get(unquote(urlsplit(request.path).path))) is not None:
+            self._send(request, 200, page.encode(), {"Content-Type": "application/json"})
+        elif request.path.startswith("/api/"):
+            self._send(request, 404, b"{}")
+        elif self.refusals:
             status, text = self.refusals.pop(0)
             self._send(request, status, text.encode(), {"Content-Type": "application/xml"})
         elif self.redirect:
