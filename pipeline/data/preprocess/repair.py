@@ -47,7 +47,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import VERSIONS
 from pipeline.data.work.job import Busy, run_leased
 from pipeline.data.work.leases import LeaseWatch
-from pipeline.data.work.planned_units import planned_access, planned_file
+from pipeline.data.work.planned_units import planned_access, planned_file, refuse_objects_of_others
 from pipeline.data.work.receipts import read_receipt, read_receipts
 
 _SHOWN_FILES = 3
@@ -114,8 +114,8 @@ class _Source:
         self._plan = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
         self._remote = NO_REMOTE
         if VERSIONS in self._plan:
-            access = planned_access(folder / PLAN_FILE, self._plan)
-            self._remote = access if config is None else config.data.remote.access
+            refuse_objects_of_others(folder / PLAN_FILE, self._plan)
+            self._remote = planned_access(self._plan) if config is None else config.data.remote.access
         settings = self._plan["settings"]
         if settings["data.preprocess.shuffle"] == "global":
             raise UserError(

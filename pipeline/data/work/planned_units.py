@@ -25,18 +25,28 @@ def planned_file(plan: Any, number: int) -> File:
     return File(name, path, size, 0, plan[VERSIONS][number] if VERSIONS in plan else "")
 
 
-def planned_access(path: Path, plan: Any) -> RemoteAccess:
-    """Settings by which the objects of a plan are read again.
-
-    Raises:
-        UserError: others may have written the plan: its URLs would be read with the credentials of this user.
-    """
-    refuse_untrusted(f"{path} (URLs in it)", [path], "use a copy of the dataset that only you may write to", sends=True)
+def planned_access(plan: Any) -> RemoteAccess:
+    """Settings by which the objects of a plan are read again."""
     where = plan.get(REMOTE, {})
     endpoint = where.get("endpoint")
     return RemoteAccess(
         endpoint=None if endpoint is None else check_endpoint(endpoint), anonymous=bool(where.get("anonymous"))
     )
+
+
+def refuse_objects_of_others(path: Path, plan: Any) -> None:
+    """Refuse to read the objects of a plan that others may have written: it would be with the user's credentials.
+
+    Args:
+        path: of the plan.
+        plan: its content.
+
+    Raises:
+        UserError: others may have written it, and it has objects.
+    """
+    if VERSIONS in plan:
+        todo = "use a copy of the dataset that only you may write to"
+        refuse_untrusted(f"{path} (URLs in it)", [path], todo, sends=True)
 
 
 class PlannedUnits:
@@ -67,7 +77,7 @@ class PlannedUnits:
         limits = {"max_expansion": ANY_EXPANSION, "max_record_bytes": longest, "verify": False}
         limits |= {"salvage": True, "max_zstd_window": 2**31}
         if VERSIONS in self.plan:
-            limits["remote"] = planned_access(self._path, self.plan)
+            limits["remote"] = planned_access(self.plan)
         return planned_reader(self._path, settings, **limits)
 
     def file(self, number: int) -> File:
@@ -75,6 +85,11 @@ class PlannedUnits:
         return planned_file(self.plan, number)
 
     def unit(self, number: int) -> Unit:
-        """A unit as the plan cuts it."""
+        """A unit as the plan cuts it, to be read.
+
+        Raises:
+            UserError: as `refuse_objects_of_others`.
+        """
+        refuse_objects_of_others(self._path, self.plan)
         pieces = tuple(Piece(self.file(file), start, end) for file, start, end in self.plan["units"][number])
         return Unit(number, self.plan["settings"]["name"], pieces)

@@ -19,6 +19,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from pipeline.common.errors import UserError
+from pipeline.common.objects import stores
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.failures import ObjectChanged, ObjectMissing, StoreError, failure, kind_of
 from pipeline.common.objects.listing import find_objects, matches
@@ -293,6 +294,27 @@ def test_patience_ends(server: Web) -> None:
     abandoned.set()
     with pytest.raises(Abandoned):
         found.read(0, 10, abandoned)
+
+
+def test_credentials_in_a_profile_need_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    monkeypatch.setattr(stores, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="pip install boto3"):
+        find_object(parse_url("s3://bucket-of-a-profile/x"), ACCESS)
+
+
+def test_nothing_of_credentials_is_sent_anonymously(server: Web, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.objects["bucket/x"] = DATA
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAFAKEFAKEFAKEFAKE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "planted")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "planted")
+    for anonymous in (True, False):
+        server.requests.clear()
+        find_object(parse_url("s3://bucket/x"), RemoteAccess(endpoint=server.url().rstrip("/"), anonymous=anonymous))
+        headers = server.requests[0][2]
+        assert ({"authorization", "x-amz-security-token"} <= set(headers)) is not anonymous
 
 
 def test_servers_that_cannot_tell_versions_or_ranges(server: Web) -> None:

@@ -18,8 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from pipeline.common.errors import UserError
+from pipeline.common.trust import TRUSTED
 from pipeline.config import Config
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.work.planned_units import PlannedUnits
 from tests.common.objects.faults import MODES, Mode, faults
 from tests.common.objects.seaweed import (
     ACCESS_KEY,
@@ -124,6 +127,22 @@ def test_a_web_server_is_read_like_a_disk(tmp_path: Path) -> None:
         assert plan["files"][0][1] == server.url("web/a%20b%2520c/2.jsonl.zst")
         assert len(plan["versions"]) == 1 and "versions" not in (on_disk.data_dir / "web" / "plan.json").read_text()
         assert all("if-match" in headers for _, _, headers in server.requests if headers.get("range") != "bytes=0-0")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user, which only root may")
+def test_urls_in_a_plan_of_another_user_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRUSTED, raising=False)
+    settings = {"name": "web", "type": "jsonl", "metadata": []}
+    plan = {"config_hash": "x", "settings": settings, "splits": ["train"], "units": [[[0, 0, 5]]]}
+    plan |= {"files": [["1.jsonl", "s3://theirs/1.jsonl", 5]], "versions": ['"1"'], "remote": {"anonymous": True}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    unit = PlannedUnits(tmp_path).unit(0)
+    assert unit.pieces[0].file.version == '"1"' and PlannedUnits(tmp_path).reader.remote.anonymous
+    os.chown(tmp_path / "plan.json", 65534, -1)
+    theirs = PlannedUnits(tmp_path)
+    assert theirs.file(0).path == "s3://theirs/1.jsonl" and theirs.reader.type == "jsonl"
+    with pytest.raises(UserError, match="would be used with your credentials"):
+        theirs.unit(0)
 
 
 class Store:
