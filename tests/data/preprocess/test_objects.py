@@ -278,6 +278,20 @@ def test_an_object_that_is_replaced_is_refused_by_name(when: str, tmp_path: Path
 
 @needs_seaweed
 @pytest.mark.slow
+def test_a_dataset_that_was_begun_from_a_disk_continues_from_a_bucket(tmp_path: Path, store: Store) -> None:
+    """What is done is compared by content."""
+    folder = str(Path(store.on_disk.data.sources[1].paths[0]).parents[2])
+    begun = config_of(tmp_path, folder, **tokenizer_of(store))
+    killed_at_rename(tmp_path / "log", 30, "preprocess", write_run_file(begun, tmp_path / "disk.yaml"))
+    assert list(begun.data_dir.glob("*/receipts/*/*.json"))
+    config, file = store.run_file(tmp_path)
+    assert config.data_dir == begun.data_dir
+    check(run("preprocess", file, env=environment(store.server.endpoint)))
+    assert datasets(config) == store.expected()
+
+
+@needs_seaweed
+@pytest.mark.slow
 def test_nothing_secret_is_left(tmp_path: Path, store: Store) -> None:
     token = "planted-session-token/of+the+tests=="
     config, file = store.run_file(tmp_path)
