@@ -38,6 +38,8 @@ _WRONG = frozenset(
         "AuthenticationFailed",
     }
 )
+_EMPTY_FOLDER = "empty path segment"
+"""Part of the library's message about a key like `a//b`."""
 _METADATA = ("//169.254.169.254/", "//169.254.170.2/", "//metadata.google.internal/", "//metadata/")
 """Addresses at which machines of a cloud find their role: asked where the environment has no credentials."""
 _PASSING = frozenset({"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ServerBusy", "Throttling"})
@@ -80,6 +82,7 @@ def kind_of(error: BaseException) -> tuple[Kind, str]:
     name = type(error).__name__
     kinds: tuple[tuple[Kind, bool], ...] = (
         ("no credentials", any(host in text for host in _METADATA)),
+        ("refused", _EMPTY_FOLDER in text),
         ("expired", code in _EXPIRED),
         ("clock", code in _SKEWED),
         ("passing", code in _PASSING or isinstance(error, Truncated)),
@@ -132,7 +135,7 @@ def failure(error: BaseException, url: ObjectUrl, action: Action, attempts: int 
         return StoreError(f"{what}: the server does not give parts of objects{server}; {COPY_FIRST}")
     if kind == "refused":
         hint = ", which may mean that the bucket is in another region: set AWS_REGION" if code.startswith("30") else ""
-        if "empty path segment" in str(error):
+        if _EMPTY_FOLDER in str(error):
             return StoreError(f"{what}: a key in it has an empty folder name (//), which is not supported; rename it")
         return StoreError(f"{what}: the server refuses the request{server}{hint}")
     tries = f" in {attempts} attempts" if attempts > 1 else ""

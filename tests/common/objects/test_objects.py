@@ -317,6 +317,20 @@ def test_nothing_of_credentials_is_sent_anonymously(server: Web, monkeypatch: py
         assert ({"authorization", "x-amz-security-token"} <= set(headers)) is not anonymous
 
 
+def test_a_key_with_an_empty_folder_is_named_as_the_reason(server: Web) -> None:
+    server.pages["/bucket"] = (
+        "<ListBucketResult><Name>bucket</Name><KeyCount>1</KeyCount><MaxKeys>9</MaxKeys><IsTruncated>false</IsTruncated>"
+        "<Contents><Key>a//b.txt</Key><LastModified>2026-11-30T09:00:00.000Z</LastModified><ETag>1</ETag><Size>1</Size>"
+        "</Contents></ListBucketResult>"
+    )
+    access = RemoteAccess(endpoint=server.url().rstrip("/"), anonymous=True)
+    with pytest.raises(StoreError, match="empty folder name"):
+        find_objects(parse_url("s3://bucket/a/*"), access)
+    server.pages["/bucket"] = server.pages["/bucket"].replace("a//b", "a/b")
+    ((name, found),) = find_objects(parse_url("s3://bucket/a/*"), access)
+    assert (name, found.version) == ("b.txt", '"1"')
+
+
 def test_servers_that_cannot_tell_versions_or_ranges(server: Web) -> None:
     server.objects["x"] = DATA
     url = parse_url(server.url("x"))
