@@ -31,6 +31,7 @@ HEAVY = (
     "fastapi",
     "matplotlib",
     "mlflow",
+    "obstore",
     "pandas",
     "pyarrow",
     "submitit",

@@ -218,8 +218,10 @@ def is_named(user: int) -> bool:
     return False
 
 
-def refuse_untrusted(key: str, paths: Iterable[Path], todo: str) -> None:
-    """Refuse files to execute that somebody else may have written whom the user has not named as trusted.
+def refuse_untrusted(key: str, paths: Iterable[Path], todo: str, *, sends: bool = False) -> None:
+    """Refuse files to execute, or with addresses to use credentials at, that others may have written.
+
+    Files of those whom the user has named as trusted pass.
 
     Says on the error output whose files are trusted.
 
@@ -227,6 +229,7 @@ def refuse_untrusted(key: str, paths: Iterable[Path], todo: str) -> None:
         key: that leads to their execution.
         paths: the files, and those that name them.
         todo: what to do without them.
+        sends: credentials of this user are used at addresses that the files name; nothing of them is executed.
 
     Raises:
         UserError: somebody else may have written one of them.
@@ -238,13 +241,15 @@ def refuse_untrusted(key: str, paths: Iterable[Path], todo: str) -> None:
     others = {writer: where for writer, where in found.items() if writer not in named}
     if not others:
         whose = ", ".join(writer.name for writer in found)
-        line = f"{key} executes files of {whose}, as {OPTION} allows: {'; '.join(found.values())}"
+        verb = "uses your credentials as in" if sends else "executes"
+        line = f"{key} {verb} files of {whose}, as {OPTION} allows: {'; '.join(found.values())}"
         if line not in _SAID:
             _SAID.add(line)
             say(Console(stderr=True), line)
         return
     where = "; ".join(others.values())
-    raise UserError(f"{key} would be executed as you, and others may have written it: {where}. {_advice(others)}{todo}")
+    what = "would be used with your credentials" if sends else "would be executed as you"
+    raise UserError(f"{key} {what}, and others may have written it: {where}. {_advice(others)}{todo}")
 
 
 def _advice(others: Iterable[Writer]) -> str:

@@ -21,6 +21,7 @@ from pydantic import (
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    PlainValidator,
     SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
@@ -29,6 +30,8 @@ from pydantic import (
 )
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
+
+from pipeline.common.objects.urls import is_url, parse_url
 
 
 def _sort_sets(schema: Any) -> None:
@@ -176,9 +179,8 @@ def absolute(path: Path) -> Path:
 def _refuse_url(path: str) -> None:
     if found := _URL.match(path):
         raise ValueError(
-            f"must be a path, not a {found[0].rstrip(':/')} URL: only mounted file systems are read and written. Mount "
-            "the bucket (mount-s3, gcsfuse, rclone mount) or copy it (rclone copy, aws s3 sync), and name the folder. "
-            "A source may name a dataset of the Hugging Face Hub with `hub`"
+            f"must be a path, not a {found[0].rstrip(':/')} URL: only data.sources.N.paths and tokenizer.path may be "
+            "URLs. Mount the bucket (mount-s3, gcsfuse, rclone mount) or copy it (rclone copy, aws s3 sync)"
         )
 
 
@@ -186,6 +188,28 @@ def absolute_glob(pattern: str) -> str:
     """`absolute` for a path that may have wildcards."""
     _refuse_url(pattern)
     return os.path.abspath(os.path.expanduser(pattern))
+
+
+def glob_or_url(pattern: str) -> str:
+    """`absolute_glob`, or a URL of objects as it is.
+
+    Raises:
+        ValueError: it is a URL of something else, or has a secret in it.
+    """
+    return str(parse_url(pattern)) if is_url(pattern) else absolute_glob(pattern)
+
+
+def path_or_url(value: Any) -> Path | str:
+    """`absolute` for a path, or the URL of an object as text.
+
+    Raises:
+        ValueError: it is a URL of something else, or has a secret in it.
+    """
+    if isinstance(value, str) and is_url(value):
+        return str(parse_url(value))
+    if not isinstance(value, str | Path):
+        raise PydanticKnownError("string_type")
+    return absolute(Path(value))
 
 
 def single_line(text: str) -> str:
@@ -230,15 +254,19 @@ def _variables(values: dict[str, str]) -> dict[str, str]:
 class KeyMark:
     """KeyMark of a key that is a text or a path: what becomes of its value. Each such key has one."""
 
-    kind: Literal["data", "code"]
+    kind: Literal["data", "code", "credentials"]
     files: Callable[[Any], Iterable[Path]] | None = field(default=None, compare=False)
     """Of code that is in files: those that a value names. Without it the value itself is executed."""
+    applies: Callable[[Any], bool] | None = field(default=None, compare=False)
+    """False of values that are data all the same. Without it none is."""
 
 
 DATA = KeyMark("data")
 """Read, compared, printed or sent. It may choose among the code that is installed, and names no other."""
 CODE = KeyMark("code")
 """Executed as this user: `pipeline.config.parsing.code_keys` refuses it where somebody else may have written it."""
+CREDENTIALS = KeyMark("credentials")
+"""Address of a server that gets requests with this user's credentials: refused like code."""
 
 Count = Annotated[int, BeforeValidator(parse_count, json_schema_input_type=int | float | str)]
 """A whole number; `1e9`, `300B`, `2_000_000` are understood."""
@@ -266,6 +294,22 @@ DataPath = Annotated[AbsPath, DATA]
 """Path of data, absolute after loading."""
 DataGlob = Annotated[AbsGlob, DATA]
 """Path or glob of data, absolute after loading."""
+
+
+def _name_objects(paths: Iterable[str]) -> bool:
+    """Tell whether one of them is a URL at which credentials are used."""
+    return any(is_url(path) and parse_url(path).is_listable for path in paths)
+
+
+GlobOrUrl = Annotated[str, AfterValidator(glob_or_url), KeyMark("credentials", applies=_name_objects)]
+"""Path or glob of files, absolute after loading, or URL of objects; a key of it is a list."""
+
+PathOrUrl = Annotated[
+    Path | str,
+    PlainValidator(path_or_url, json_schema_input_type=Path),
+    KeyMark("credentials", applies=lambda value: isinstance(value, str) and _name_objects([value])),
+]
+"""Path, absolute after loading, or the URL of an object, which is text."""
 
 MAX_SEQUENCE = 2**26
 """Tokens of a window: 60 times the longest published. Plans, masks and tables of positions grow with it, and are made

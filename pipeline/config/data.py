@@ -9,10 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import DATA, MAX_BYTES, MAX_LOCAL, Bytes, DataGlob, DataPath, Section, Share, Text
+from pipeline.config.base import DATA, MAX_BYTES, MAX_LOCAL, Bytes, DataPath, GlobOrUrl, Section, Share, Text
 from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.plugins import NamedPlugin, SourceOptions, find_plugin, is_plugin
+from pipeline.config.remote import RemoteConfig
 
 HELD_OUT = "heldout"
 """Split of sources that are never trained on."""
@@ -144,8 +145,9 @@ class InputConfig(Section):
     names, through `datasets` streaming. A name with a dot: an installed plug-in, see `docs/plugins.md`."""
     options: SourceOptions = None
     """Options of the plug-in that `type` names."""
-    paths: list[DataGlob] = Field(default_factory=list)
-    """Files to read; globs may have `**`."""
+    paths: list[GlobOrUrl] = Field(default_factory=list)
+    """Files to read; globs may have `**`. Also objects: `s3://BUCKET/KEY`, `gs://`, `az://`, `hf://`,
+    `https://` (`docs/object-storage.md`); in a run file that another user may have written, URLs are refused."""
     exclude: list[Text] = Field(default_factory=list)
     """Globs of files to leave out."""
     hub: HubConfig | None = None
@@ -367,6 +369,8 @@ class DataConfig(Section):
     """Preprocessing: from documents to tokens."""
     loader: LoaderConfig = LoaderConfig()
     """Reading of the datasets in training."""
+    remote: RemoteConfig = RemoteConfig()
+    """Reading of sources in object storage."""
 
     @field_validator("splits", mode="before")
     @classmethod

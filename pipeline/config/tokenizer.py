@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from pipeline.config.base import MAX_BYTES, Bytes, DataPath, Section, Text
+from pipeline.config.base import MAX_BYTES, Bytes, PathOrUrl, Section, Text
 from pipeline.config.layers.mixers import MAX_ROWS
 
 
@@ -22,8 +22,9 @@ class TokenizerTrainConfig(Section):
 class TokenizerConfig(Section):
     """Exactly one of `path` and `train`."""
 
-    path: DataPath | None = None
-    """A `tokenizer.json` of the `tokenizers` library, or a folder that has one."""
+    path: PathOrUrl | None = None
+    """A `tokenizer.json` of the `tokenizers` library, a folder that has one, or the URL of such a file
+    (`docs/object-storage.md`)."""
     train: TokenizerTrainConfig | None = None
     """Train a tokenizer instead of loading one."""
     end_of_document: Text = Field(default="<|endoftext|>", min_length=1)

@@ -30,7 +30,7 @@ from pipeline.common.process_identity import node_name
 from pipeline.config.load import load_run, load_written
 from slurm.doctor.health import health_check
 from slurm.doctor.image import LONGEST, image_checks
-from slurm.doctor.node import NodeRank, disks, host_name, memory, shared_memory, software
+from slurm.doctor.node import NodeRank, disks, host_name, memory, objects, shared_memory, software
 from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ class NodeRequirements:
     """The data must be there already."""
     health: str = ""
     """The site's own check, where it runs here; a job runs it outside of its container."""
+    sources: Config | None = None
+    """Config whose objects have to be readable here."""
 
 
 def doctor_command(run_file: Path, folder: Path, gpus: int) -> list[str]:
@@ -85,7 +87,8 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
     needs = NodeRequirements()
     if run is not None:
         config = load_run(run, overrides)
-        needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir, health=_site(config).health_command)
+        health = _site(config).health_command
+        needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir, health=health, sources=config)
     with _limited(TOTAL_SECONDS + LONGEST if image else TOTAL_SECONDS):
         examination = Examination(node_rank)
         with examination.surviving():
@@ -149,6 +152,9 @@ class Examination:
         self._add(memory(), *([shared_memory()] if torch.cuda.device_count() else []), host_name())
         self.begin(f"disks ({', '.join(map(str, filter(None, (needs.run, needs.data, 'tmp'))))})")
         self._add(*disks(needs.run, needs.data, data_needed=needs.data_now))
+        if needs.sources is not None:
+            self.begin("object storage")
+            self._add(*objects(needs.sources))
         if needs.health:
             self.begin("health_command")
             self._add(health_check(needs.health))

@@ -12,11 +12,15 @@ import socket
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.objects.listing import look_at
+from pipeline.common.objects.urls import is_url, parse_url
+from pipeline.config.parsing.code_keys import REMOTE_KEYS, refuse_code_of_others
+from pipeline.config.root import Config
 from slurm.doctor.report import UNKNOWN, NodeCheck, Severity, failed
 
 _FREE_BYTES = 2**30
@@ -24,6 +28,8 @@ _FREE_INODES = 10_000
 _FREE_MEMORY = 2**30
 _SHARED_MEMORY = 2**30
 _PROBE_BYTES = 2**20
+_STORE_PATIENCE_S = 5.0
+"""Seconds for which a look at object storage is tried again."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,22 @@ def read(data: Path, *, needed: bool) -> NodeCheck:
     except OSError as error:
         return failed(label, "not readable", f"data.dir ({data}): it cannot be read ({error.strerror})")
     return NodeCheck(label, True, "readable" if found else "empty")
+
+
+def objects(config: Config) -> list[NodeCheck]:
+    """Check that objects of sources can be listed and read from here, with the credentials that there are here."""
+    found = []
+    for place, source in config.data.inputs.items():
+        for path in filter(is_url, source.paths):
+            label = f"objects of {source.name}"
+            try:
+                refuse_code_of_others(config, *REMOTE_KEYS)
+                is_there = look_at(parse_url(path), replace(config.data.remote.access, patience_s=_STORE_PATIENCE_S))
+            except UserError as error:
+                found.append(NodeCheck(label, False, "not readable", f"{place}.paths: {error}", "warning"))
+            else:
+                found.append(NodeCheck(label, True, "readable" if is_there else "nothing there"))
+    return found
 
 
 def memory() -> NodeCheck:

@@ -27,6 +27,7 @@ HEAVY = {
     "tokenizers",
     "pandas",
     "submitit",
+    "obstore",
 }
 
 

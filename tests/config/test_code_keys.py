@@ -19,7 +19,7 @@ from pipeline.common.trust import OPTION, TRUSTED, Writer
 from pipeline.config import Config
 from pipeline.config.base import CODE, DATA, Section
 from pipeline.config.load import dump, load, load_run
-from pipeline.config.parsing.code_keys import code_values, refuse_code_of_others, vouch_for
+from pipeline.config.parsing.code_keys import REMOTE_KEYS, code_values, refuse_code_of_others, vouch_for
 from pipeline.config.parsing.schema import dotted, keys, mark_of, written_keys
 from pipeline.config.parsing.task_files import files_of_folder, files_of_tasks
 from pipeline.config.slurm import SiteConfig
@@ -165,6 +165,25 @@ def test_each_key_of_a_profile_that_is_code_is_read_from_nobody_else(key: str, v
     given(file)
     with pytest.raises(UserError, match=r"slurm.profile .*site.yaml belongs to"):
         site_of(config)
+
+
+REMOTE = {"data.remote.endpoint": "https://theirs.example.org", "data.sources.0.paths": "[s3://theirs/*.txt]"}
+
+
+@as_root
+@pytest.mark.parametrize("key", REMOTE)
+def test_an_address_of_another_user_gets_no_credentials(key: str, values: Values, tmp_path: Path) -> None:
+    values.run.mkdir(exist_ok=True)
+    mine = load(tiny.write_run(tmp_path, {"run.dir": str(values.run)}), [f"{key}={REMOTE[key]}"])
+    (values.run / "config.yaml").write_text(dump(mine))
+    run = values.run
+    refuse_code_of_others(load_run(run), *REMOTE_KEYS)
+    given(run / "config.yaml")
+    with pytest.raises(UserError, match="would be used with your credentials") as refused:
+        refuse_code_of_others(load_run(run), *REMOTE_KEYS)
+    assert key in str(refused.value) and f"{OPTION} {Writer('user', OTHER).name}" in str(refused.value)
+    for harmless in ("/data/*.txt", "https://host/x.txt"):  # nothing of this user's is used there
+        refuse_code_of_others(load_run(run, ["data.remote.endpoint=null", f"data.sources.0.paths=[{harmless}]"]))
 
 
 ATTACKS = [

@@ -160,13 +160,23 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, override: str, hint: str)
     assert hint in refused(write(tmp_path), override)
 
 
-@pytest.mark.parametrize("key", ["data.sources.0.paths", "tokenizer.path", "data.dir", "run.dir"])
+@pytest.mark.parametrize("key", ["data.dir", "run.dir"])
 def test_a_url_is_named_as_one(tmp_path: Path, key: str) -> None:
     url = "s3://bucket/folder/*.jsonl"
-    value = f"[{url}]" if key.endswith("paths") else url
-    with pytest.raises(UserError, match="not a s3 URL: only mounted file systems") as error:
-        load(tiny.write_run(tmp_path), [f"{key}={value}", *(["tokenizer.train=null"] if "tokenizer" in key else [])])
+    with pytest.raises(UserError, match=r"not a s3 URL: only data.sources.N.paths") as error:
+        load(tiny.write_run(tmp_path), [f"{key}={url}"])
     assert key in str(error.value)
+
+
+def test_paths_may_be_urls_without_secrets(tmp_path: Path) -> None:
+    url = "s3://bucket/a b%20/**/*.txt"
+    assert load(tiny.write_run(tmp_path), [f"data.sources.0.paths=[{url}]"]).data.sources[0].paths == [url]
+    tokenizer = load(tiny.write_run(tmp_path), ["tokenizer.train=null", "tokenizer.path=s3://bucket/tokenizer.json"])
+    assert tokenizer.tokenizer.path == "s3://bucket/tokenizer.json"
+    assert load(write(tmp_path, dump(tokenizer))).tokenizer == tokenizer.tokenizer
+    for secret in ("s3://me:hunter2hunter2@bucket/x", "https://host/x?X-Amz-Signature=hunter2hunter2"):
+        message = refused(tiny.write_run(tmp_path), f"data.sources.0.paths=['{secret}']")
+        assert "must not have a user, a password, a query" in message and "hunter2" not in message
 
 
 def test_a_misspelled_required_key_is_one_problem(tmp_path: Path) -> None:

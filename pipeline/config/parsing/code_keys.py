@@ -24,6 +24,8 @@ from pipeline.config.parsing.problems import place_of, show
 from pipeline.config.parsing.schema import KeyPath, dotted, mark_of, subsection, written_keys
 from pipeline.config.root import Config
 
+REMOTE_KEYS = ("data.sources", "data.heldout_sources", "data.remote", "tokenizer.path")
+"""Keys of objects, which are asked for with the credentials of this user."""
 TASK_KEYS = ("eval.harness", "data.curate.decontaminate.tasks")
 """Keys of tasks of lm-evaluation-harness, which are executed where they are files."""
 CHECKED = "PIPELINE_CHECKED"
@@ -72,11 +74,15 @@ def _below(value: Any, path: KeyPath, without: str) -> Iterator[CodeValue]:
             reset = _override(here, entry.default, without)
             if entry.mark is None:
                 yield from _below(inner, here, reset)
-            elif inner is not None and _written(inner) != entry.default:
+            elif inner is not None and _written(inner) != entry.default and _applies(entry.mark, inner):
                 yield CodeValue(here, inner, entry.mark, reset)
     elif isinstance(value, list | dict):
         for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _below(inner, (*path, part), without)
+
+
+def _applies(mark: KeyMark, value: Any) -> bool:
+    return mark.applies is None or mark.applies(value)
 
 
 def _override(path: KeyPath, default: str | None, above: str) -> str:
@@ -106,7 +112,7 @@ def _entries(section: type[Section]) -> list[_Entry]:
     found = []
     for key, (name, field) in written_keys(section).items():
         mark = mark_of(field)
-        if mark is not None and mark.kind == "code":
+        if mark is not None and mark.kind != "data":
             found.append(_Entry(key, name, mark, _default(field)))
         elif subsection(field.annotation)[0] is not None or field.annotation is Any:  # options of a plug-in
             found.append(_Entry(key, name, None, _default(field)))
@@ -165,7 +171,10 @@ def refuse_code_of_others(config: Config, *sections: str) -> None:
         if found.digest not in checked and files != []:
             key = dotted(found.path)
             todo = f"name files that only you may write to, in a run file of yours, or override it: {found.without}"
-            refuse_untrusted(f"{key} ({show(found.value)})", [*config.origins(key), *(files or ())], todo)
+            sends = found.mark.kind == "credentials"
+            if sends:
+                todo = "name the objects in a run file of yours, or override the key"
+            refuse_untrusted(f"{key} ({show(found.value)})", [*config.origins(key), *(files or ())], todo, sends=sends)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from pipeline.data.preprocess.status import SourceProgress, read_state
 from pipeline.data.sources.compression import FORMATS, MAGIC, StreamError, compression_of, open_stream
 from pipeline.data.sources.damage import damaged_error, find_damaged_ends
 from pipeline.data.sources.formats import SOURCE_FORMATS
+from pipeline.data.sources.globs import File
 from pipeline.data.sources.records import NULL_TEXT
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
@@ -223,21 +224,22 @@ def _hint(found: SourceFiles, sample: SourceSample) -> str:
     path = sample.first_bad
     if not path or found.reader.numbering == "row":  # of a table, a record was read
         return ""
-    with open(path, "rb") as file:
-        head = file.read(8)
+    bad = next(file for file in found.files if file.path == path)
+    with bad.open_to_look(found.reader.remote) as raw:
+        head = raw.read(8) or b""
     for other in SOURCE_FORMATS.values():
         if other.magic and head.startswith(other.magic):
             return f"it looks like {other.title}: type: {other.type}"
     for suffix, name in FORMATS.items():
         if head.startswith(MAGIC[name]) and compression_of(path) != name:
             return f"it is {name}-compressed: name it {suffix}"
-    return _conversion(path, _beginning(path), found.reader.type)
+    return _conversion(path, _beginning(found, bad), found.reader.type)
 
 
-def _beginning(path: str) -> bytes:
+def _beginning(found: SourceFiles, file: File) -> bytes:
     """First bytes of a file's content; empty where they cannot be read."""
-    with suppress(OSError, StreamError), open_stream(path, verify=False) as file:
-        return file.read(_BEGINNING)
+    with suppress(OSError, StreamError), open_stream(file.path, file.open(found.reader.remote), verify=False) as stream:
+        return stream.read(_BEGINNING)
     return b""
 
 
@@ -259,7 +261,7 @@ def _html_note(found: SourceFiles) -> str:
     """Warning for pages of HTML with `type: text`, whose markup would be trained on, and the reverse; else empty."""
     if found.reader.type not in ("text", "html") or not found.files:
         return ""
-    head = _beginning(found.files[0].path).lstrip().lower()
+    head = _beginning(found, found.files[0]).lstrip().lower()
     if found.reader.type == "html":
         if b"<" in head:
             return ""

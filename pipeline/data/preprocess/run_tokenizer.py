@@ -8,8 +8,15 @@ from typing import Any
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
+from pipeline.common.hashing import value_hash
+from pipeline.common.objects.access import RemoteAccess
+from pipeline.common.objects.stored import find_object
+from pipeline.common.objects.urls import parse_url
+from pipeline.common.paths import cache_folder
+from pipeline.config.parsing.code_keys import REMOTE_KEYS, refuse_code_of_others
 from pipeline.config.root import Config
 from pipeline.config.tokenizer import TokenizerConfig
+from pipeline.data.tokenization.definition import MAX_FILE_BYTES
 from pipeline.data.tokenization.tokenizer import SPECIAL_FILE, TOKENIZER_FILE, Tokenizer
 
 ORIGIN_FILE = "origin.json"
@@ -32,13 +39,40 @@ def run_tokenizer(config: Config) -> Tokenizer:
     return open_kept(folder)
 
 
+def tokenizer_path(config: Config) -> Path | None:
+    """The file or folder of `tokenizer.path`, which need not exist; of an object, a copy in the user's cache folder.
+
+    Raises:
+        UserError: the object cannot be read, or others may have written its URL.
+    """
+    path = config.tokenizer.path
+    if not isinstance(path, str):
+        return path
+    refuse_code_of_others(config, *REMOTE_KEYS)
+    return _copied(path, config.data.remote.access)
+
+
+@lru_cache(maxsize=2)
+def _copied(url: str, remote: RemoteAccess) -> Path:
+    found = find_object(parse_url(url), remote)
+    if found.size > MAX_FILE_BYTES:
+        most = f"a tokenizer.json has at most {MAX_FILE_BYTES:,}"
+        raise UserError(f"tokenizer.path: {url} has {found.size:,} bytes; {most}")
+    copy = cache_folder() / "objects" / value_hash([url, found.version, found.size]) / TOKENIZER_FILE
+    if not storage.have_sizes({copy: found.size}):
+        data = found.read(0, found.size)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        storage.put(copy, data)
+    return copy
+
+
 def named_tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of `tokenizer.path`.
 
     Raises:
         UserError: as `Tokenizer.load`.
     """
-    path = config.tokenizer.path
+    path = tokenizer_path(config)
     assert path is not None
     file = path / TOKENIZER_FILE if path.is_dir() else path
     if not file.is_file():
@@ -78,7 +112,8 @@ def check_tokenizer_settings(config: Config) -> None:
         known = {"train": {name: saved["train"].get(name) for name in asked}} if "train" in saved else saved
         if known.get("train") != asked:
             raise OtherTokenizer(config, what_differs(config, known, asked))
-    elif path.exists() or str(path) != saved.get("path"):  # the file it was loaded from need not be there any more
+    elif str(path) != saved.get("path") or (isinstance(path, Path) and path.exists()):
+        # The file it was loaded from need not be there any more, and an object need not be reached.
         check_same(config, named_tokenizer(config), saved)
 
 

@@ -283,7 +283,8 @@ def print_status(console: Console, config: Config, run: str = "RUN.yaml") -> Non
         say(console, f"tokenizer: being made by {making[0]}, for {duration(now - making[0].since)}")
     elif config.tokenizer.path is not None:
         path = config.tokenizer.path
-        say(console, f"tokenizer: {path}" + ("" if path.exists() else ", which does not exist"))
+        is_missing = isinstance(path, Path) and not path.exists()
+        say(console, f"tokenizer: {path}" + (", which does not exist" if is_missing else ""))
     else:
         say(console, "tokenizer: not there yet")
     for engine, evidence in _rejected_engines(config).items():

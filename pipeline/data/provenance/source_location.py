@@ -399,7 +399,7 @@ class Origins:
     def _documents(self, stretch: _Stretch) -> Iterator[Document]:
         """Read the records of a stretch."""
         file = self._file(self._file_of(stretch))
-        if not self._reader.is_remote and (now := os.stat(file.path).st_size) != file.size:
+        if not self._reader.is_remote and not file.is_object and (now := os.stat(file.path).st_size) != file.size:
             raise UserError(f"{file.path} has changed: it had {file.size:,} bytes when it was read first, now {now:,}")
         yield from itertools.islice(UnitReader(self._unit(stretch.unit), self._reader, stretch.start), stretch.records)
 

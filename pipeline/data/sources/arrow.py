@@ -26,17 +26,17 @@ class ArrowReader(TableReader):
         self, paths: list[str], exclude: list[str], key: str, planned: Callable[[], Mapping[str, Any]]
     ) -> tuple[Self, list[File]]:
         """The files; a path may be a folder of `Dataset.save_to_disk`, which stands for its data."""
-        return self, find_files(paths, exclude, key, in_folder=_saved_dataset)
+        return self, find_files(paths, exclude, key, in_folder=_saved_dataset, remote=self.remote)
 
     def expected_text_bytes(self, file: File) -> int:
         """Its size, whatever its name ends with."""
         return file.size
 
-    def schema(self, path: str) -> pa.Schema:
+    def schema(self, file: File) -> pa.Schema:
         """Schema of a file, from its first message."""
         from pipeline.data.sources.arrow_messages import arrow_schema
 
-        return arrow_schema(path)
+        return arrow_schema(file, self.remote)
 
     def read(self, cursor: Cursor, piece: Piece) -> Iterator[Document]:
         """The rows of a piece."""

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from io import RawIOBase
 from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from pipeline.common.objects.access import RemoteAccess
+from pipeline.common.objects.partial_copy import PartialCopy
+from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor
 from pipeline.data.sources.records import ROW_BYTES, Document, Piece
 from pipeline.data.sources.table_rows import (
@@ -30,8 +34,14 @@ from pipeline.data.sources.table_rows import (
 _MAGIC = b"ARROW1\0\0"
 """Begins the file format, in which the messages of the streaming format follow, then a footer."""
 _SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3
+Need = Callable[[Iterable[tuple[int, int]]], None]
+"""Called with byte ranges that are about to be read."""
 _DROP_BYTES = 2**26
 """After so much text the pages of a mapped file are given back: they would count as memory of this process."""
+
+
+def _nothing(ranges: Iterable[tuple[int, int]]) -> None:
+    """A file on this machine has all of its bytes."""
 
 
 class _Message(NamedTuple):
@@ -52,12 +62,19 @@ class _BrokenError(Exception):
         self.byte = byte
 
 
-def arrow_schema(path: str) -> pa.Schema:
+def arrow_schema(file: File, remote: RemoteAccess) -> pa.Schema:
     """Schema of an Arrow file."""
-    with pa.memory_map(path) as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
-            file.seek(0)
-        return pa.ipc.read_schema(file)
+    if not file.is_object:
+        with pa.memory_map(file.path) as mapped:
+            return _schema_in(mapped)
+    with file.open_anywhere(remote) as raw, pa.PythonFile(raw, mode="r") as opened:
+        return _schema_in(opened)
+
+
+def _schema_in(opened: Any) -> pa.Schema:
+    if opened.read(len(_MAGIC)) != _MAGIC:
+        opened.seek(0)
+    return pa.ipc.read_schema(opened)
 
 
 def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
@@ -66,22 +83,30 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     Both the streaming format (as `Dataset.save_to_disk` writes) and the file format are understood. A batch that is
     damaged is lost; where the messages end too early, all that is behind them is.
     """
-    path = piece.file.path
     if not piece.file.size:
         damaged_file(cursor, piece, "truncated Arrow file", EOFError("it is empty"))
         return
-    with open(path, "rb") as file:
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with piece.file.open_anywhere(cursor.reader.remote) as raw:
+        yield from _read_open(cursor, piece, raw)
+
+
+def _read_open(cursor: Cursor, piece: Piece, raw: RawIOBase) -> Iterator[Document]:
+    path, need = piece.file.path, _nothing
+    if isinstance(raw, PartialCopy):
+        # What is in memory of an object is what was fetched by then.
+        data, need = raw.whole(), raw.need
+    else:
+        data = mmap.mmap(raw.fileno(), 0, access=mmap.ACCESS_READ)
     try:
-        schema = arrow_schema(path)
+        schema = arrow_schema(piece.file, cursor.reader.remote)
         columns = check_schema(schema, cursor.reader, path)
     except DAMAGED as error:
         damaged_file(cursor, piece, "damaged Arrow file", error)
         return
-    batches = _Batches(data, schema, columns)
+    batches = _Batches(data, schema, columns, need)
     base, first, dropped = cursor.bytes_read, 0, cursor.input_bytes
     try:
-        for message in _messages(data):
+        for message in _messages(data, need):
             if message.start >= piece.end:
                 break
             on_disk = message.end - message.start
@@ -121,17 +146,20 @@ def read_arrow(cursor: Cursor, piece: Piece) -> Iterator[Document]:
 class _Batches:
     """Record batches of a mapped file, with the columns asked for. Nothing is copied unless it is compressed."""
 
-    def __init__(self, data: mmap.mmap, schema: pa.Schema, columns: TableColumns) -> None:
+    def __init__(self, data: mmap.mmap, schema: pa.Schema, columns: TableColumns, need: Need) -> None:
+        self._need = need
         self._buffer = pa.py_buffer(data)
         self._schema = schema
         self._columns = columns
         self._stream: Any = None
+        need([(0, len(_MAGIC))])
         self._begin = len(_MAGIC) if data[: len(_MAGIC)] == _MAGIC else 0
         self._seen = self._taken = 0
 
     def see(self, message: _Message) -> None:
         """Take note of a message. If there are dictionaries, pyarrow has to read all that lies before a batch."""
         if message.kind == _DICTIONARY and self._stream is None:
+            self._need([(0, message.end)])
             wanted = [self._schema.get_field_index(name) for name in self._columns.top]
             options = pa.ipc.IpcReadOptions(included_fields=wanted, use_threads=False)
             self._stream = pa.ipc.open_stream(pa.BufferReader(self._buffer.slice(self._begin)), options=options)
@@ -139,6 +167,7 @@ class _Batches:
 
     def read(self, message: _Message) -> pa.RecordBatch:
         """The batch of the message that was seen last."""
+        self._need([(message.start if self._stream is None else 0, message.end)])
         if self._stream is None:
             whole = self._buffer.slice(message.start, message.end - message.start)
             return self._columns.of_keys(pa.ipc.read_record_batch(whole, self._schema).select(self._columns.top))
@@ -149,18 +178,24 @@ class _Batches:
         return batch and self._columns.of_keys(batch)
 
 
-def _messages(data: mmap.mmap) -> Iterator[_Message]:
+def _messages(data: mmap.mmap, need: Need) -> Iterator[_Message]:
     """The messages of a file, without their bodies.
+
+    Args:
+        data: the file.
+        need: called with the bytes that are looked at next.
 
     Raises:
         _BrokenError: it is cut short, or what stands where a message should begin is none.
     """
     size = len(data)
+    need([(0, len(_MAGIC))])
     is_file = data[: len(_MAGIC)] == _MAGIC
     at = len(_MAGIC) if is_file else 0
     while is_file or at < size:  # a stream may end without a mark
         if at + 8 > size:
             raise _BrokenError("truncated", at)
+        need([(at, at + 8)])
         mark, length = struct.unpack_from("<Ii", data, at)
         if mark != 0xFFFFFFFF or length < 0:
             raise _BrokenError("damaged", at)
@@ -168,8 +203,9 @@ def _messages(data: mmap.mmap) -> Iterator[_Message]:
             return
         if at + 8 + length > size:
             raise _BrokenError("truncated", at)
+        need([(at, at + 8 + length)])
         try:
-            kind, count, body, held = _header(data, at + 8, at + 8 + length)
+            kind, count, body, held = _header(data, at + 8, at + 8 + length, need)
         except (struct.error, IndexError):
             raise _BrokenError("damaged", at) from None
         if body < 0 or count < 0 or held < 0:
@@ -181,7 +217,7 @@ def _messages(data: mmap.mmap) -> Iterator[_Message]:
         at = end
 
 
-def _header(data: mmap.mmap, start: int, end: int) -> tuple[int, int, int, int]:
+def _header(data: mmap.mmap, start: int, end: int, need: Need) -> tuple[int, int, int, int]:
     """Kind of a FlatBuffers table `Message`, its rows, and the lengths of its body as it is and decompressed."""
 
     def number(format: str, at: int) -> int:
@@ -213,5 +249,6 @@ def _header(data: mmap.mmap, start: int, end: int) -> tuple[int, int, int, int]:
                 if size >= 8:
                     if not 0 <= at <= body - size:
                         raise IndexError(at)
+                    need([(end + at, end + at + 8)])
                     held += max(0, int(struct.unpack_from("<q", data, end + at)[0]))
     return kind, count if kind == _RECORDS else 0, body, held

@@ -14,7 +14,10 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
+from pipeline.common.errors import UserError
 from pipeline.common.format import size
+from pipeline.common.objects.stream import ObjectStream
+from pipeline.common.objects.urls import is_url
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -65,16 +68,23 @@ def compression_of(path: str) -> str | None:
     return next((name for suffix, name in FORMATS.items() if path.lower().endswith(suffix)), None)
 
 
-def open_stream(path: str, **options: Any) -> io.BufferedReader:
+def open_stream(path: str, raw: io.RawIOBase | None = None, **options: Any) -> io.BufferedReader:
     """Open a file, plain or compressed, for reading what is in it.
 
     Args:
         path: of the file.
+        raw: its bytes, if it is open or lies elsewhere.
         options: as for `Decompressed`.
+
+    Raises:
+        UserError: it is the URL of an object, which was not opened.
     """
+    if raw is None and is_url(path):
+        raise UserError(f"{path}: this reader opens files on a disk alone; copy the object there")
     if (name := compression_of(path)) is None:
-        return open(path, "rb")
-    return io.BufferedReader(Decompressed(open(path, "rb", buffering=0), name, **options), _OUTPUT_BYTES)
+        return open(path, "rb") if raw is None else io.BufferedReader(raw, _OUTPUT_BYTES)
+    raw = open(path, "rb", buffering=0) if raw is None else raw  # noqa: SIM115  (closed with the stream)
+    return io.BufferedReader(Decompressed(raw, name, **options), _OUTPUT_BYTES)
 
 
 class Decompressed(io.RawIOBase):
@@ -103,6 +113,7 @@ class Decompressed(io.RawIOBase):
         self._file = file
         self._name = name
         self._input = _Input(file)
+        self._object = file if isinstance(file, ObjectStream) else None
         self._beat = beat
         self._salvage = salvage
         self._max_window = max_window
@@ -165,26 +176,14 @@ class Decompressed(io.RawIOBase):
 
     def _members(self, verify: bool) -> Iterator[bytes]:
         """Content of the members of the file."""
-        while self._find_member():
+        while self._found_member():
             start = self._input.at
+            if self._object is not None:
+                self._object.keep_from(start)
             if not verify:
                 yield from self._decoded()
             else:
-                held: list[bytes] | None = []
-                given = 0
-                cut: StreamError | None = None
-                try:
-                    for out in self._decoded():
-                        given += len(out)
-                        if held is not None:
-                            held.append(out)
-                            if given > _HELD_BYTES:
-                                held = None
-                except StreamError as error:
-                    if self._salvage is None or not error.is_cut:
-                        raise
-                    self._salvage()
-                    cut = error
+                held, given, cut = self._verified(start)
                 if held is None:
                     self._input.seek(start)
                     yield from self._decoded() if cut is None else self._decoded_until(given)
@@ -193,6 +192,56 @@ class Decompressed(io.RawIOBase):
                 if cut is not None:
                     raise self._salvaged(cut, given)
             self._sound = self._input.at
+
+    def _verified(self, start: int) -> tuple[list[bytes] | None, int, StreamError | None]:
+        """Decompress a member to its end, for its checksum.
+
+        Returns:
+            Its content, unless it is large; its bytes; and the error if the end of the file cuts it and it is salvaged.
+        """
+        before = None
+        while True:
+            held: list[bytes] | None = []
+            given = 0
+            try:
+                for out in self._decoded():
+                    given += len(out)
+                    if held is not None:
+                        held.append(out)
+                        if given > _HELD_BYTES:
+                            held = None
+                return held, given, None
+            except StreamError as error:
+                # The same bytes once more: it is the object that is damaged, and not the way from the store.
+                if (now := self._kept_hash()) != before and self._fetched_again(start):
+                    before = now
+                    continue
+                if self._salvage is None or not error.is_cut:
+                    raise
+                self._salvage()
+                return held, given, error
+
+    def _found_member(self) -> bool:
+        """As `_find_member`; bytes of an object that are not those of a member are asked for once more."""
+        at, before = self._input.at, None
+        while True:
+            try:
+                return self._find_member()
+            except StreamError:
+                if (now := self._kept_hash()) == before or not self._fetched_again(at):
+                    raise
+                before = now
+
+    def _kept_hash(self) -> str | None:
+        """Hash of the bytes of an object that were read for a member, if it is one."""
+        return None if self._object is None else self._object.kept_hash()
+
+    def _fetched_again(self, at: int) -> bool:
+        """Go back to a byte of an object and fetch it anew: the way from the store may have damaged it."""
+        if self._object is None or not self._object.fetch_again(at):
+            return False
+        self._input.seek(at)
+        return True
 
     def _salvaged(self, cut: StreamError, given: int) -> StreamError:
         detail = f"{cut.detail}; {given:,} bytes of text before the break are used without a checksum"

@@ -109,7 +109,7 @@ class CsvReader(Reader):
         """The records of a piece. Of a compressed file that is damaged, those of its sound members are given."""
         path = piece.file.path
         if compression_of(path) is None:
-            with open(path, "rb", buffering=min(_BUFFER_BYTES, max(piece.file.size, 1024))) as file:
+            with cursor.open_plain(piece, _BUFFER_BYTES) as file:
                 header = self._header(file, path)
                 seek_line(file, piece, cursor)
                 if 0 < cursor.offset < header.end:  # blank lines before it
@@ -124,16 +124,23 @@ class CsvReader(Reader):
                     header = self._header(stream, path)
                     skip_read(stream, cursor, header.end)
                 else:
-                    with cursor.open_stream(path) as again:
+                    with self._opened_again(cursor, piece) as again:
                         header = self._header(again, path)
                 yield from self._documents(cursor, piece, stream, header, 2**63, source)
             except StreamError as error:
                 cursor.broken_stream(piece, error, f"{cursor.line:,} lines before that are good")
 
+    def _opened_again(self, cursor: Cursor, piece: Piece) -> BinaryIO:
+        """The file of a piece once more, for its header; an object without looking at all of a member for that."""
+        file = piece.file
+        if not file.is_object:
+            return cursor.open_stream(file.path)
+        return open_stream(file.path, file.open(self.remote), verify=False)
+
     def _has_header(self, file: File) -> bool:
         """Look for the columns of a file; False if it is damaged, which reading it will say."""
         try:
-            with naming(file.path), open_stream(file.path, verify=False) as stream:
+            with naming(file.path), open_stream(file.path, file.open(self.remote), verify=False) as stream:
                 return bool(self._header(stream, file.path).names)
         except StreamError:
             return False

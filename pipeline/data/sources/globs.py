@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import io
 import os
 import re
 import stat
@@ -12,22 +13,88 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
+from pipeline.common.objects.access import RemoteAccess
+from pipeline.common.objects.listing import find_objects
+from pipeline.common.objects.partial_copy import PartialCopy
+from pipeline.common.objects.stored import StoredObject
+from pipeline.common.objects.stream import ObjectStream
+from pipeline.common.objects.urls import is_url, parse_url
 
 _SHOWN = 10
+_LOOK_BYTES = 2**12
+"""Bytes of an object that a look at one place of it fetches."""
+NO_REMOTE = RemoteAccess()
+"""Settings where no run file has others."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a source. `name` is its path below the fixed part of the glob: equal wherever the corpus lies."""
+    """A file of a source, or an object.
+
+    Attributes:
+        name: its path below the fixed part of the glob: equal wherever the corpus lies.
+        path: of the file, or URL.
+        size: in bytes.
+        mtime_ns: time of its last change; 0 of objects.
+        version: of an object, its ETag; empty of files.
+    """
 
     name: str
     path: str
     size: int
     mtime_ns: int
+    version: str = ""
+
+    @property
+    def is_object(self) -> bool:
+        """True if it lies in object storage."""
+        return bool(self.version)
+
+    @property
+    def changed_at(self) -> int | str:
+        """Its time, or the version of an object: equal means that it need not be read again."""
+        return self.version or self.mtime_ns
+
+    def stored(self, remote: RemoteAccess) -> StoredObject:
+        """The object."""
+        return StoredObject.of(self.path, self.size, self.version, remote)
+
+    def open(self, remote: RemoteAccess, stop: int | None = None) -> io.RawIOBase:
+        """Open it for reading from a place on.
+
+        Args:
+            remote: settings of access to objects.
+            stop: about where reading will end.
+        """
+        if self.is_object:
+            return ObjectStream(self.stored(remote), stop)
+        return open(self.path, "rb", buffering=0)
+
+    def open_kept(self, remote: RemoteAccess) -> io.RawIOBase:
+        """Open it for reading some of it twice."""
+        if self.is_object:
+            return ObjectStream(self.stored(remote), keeps=True)
+        return open(self.path, "rb", buffering=0)
+
+    def open_to_look(self, remote: RemoteAccess) -> io.RawIOBase:
+        """Open it for a look at a few bytes."""
+        if self.is_object:
+            return ObjectStream(self.stored(remote), small=_LOOK_BYTES)
+        return open(self.path, "rb", buffering=0)
+
+    def open_anywhere(self, remote: RemoteAccess) -> io.RawIOBase:
+        """Open it for reading here and there."""
+        if self.is_object:
+            return PartialCopy(self.stored(remote))
+        return open(self.path, "rb", buffering=0)
 
 
 def find_files(
-    paths: list[str], exclude: list[str], key: str, in_folder: Callable[[str, str], list[str]] | None = None
+    paths: list[str],
+    exclude: list[str],
+    key: str,
+    in_folder: Callable[[str, str], list[str]] | None = None,
+    remote: RemoteAccess = NO_REMOTE,
 ) -> list[File]:
     """The files that globs match, without those excluded, each once, sorted by name.
 
@@ -37,13 +104,25 @@ def find_files(
             its path below the fixed part of the glob that found it.
         key: config key of the source, for messages (`data.sources.0`).
         in_folder: the files that a folder stands for which is named without a glob, from its path and the config key.
+        remote: settings of access to objects.
 
     Raises:
         UserError: a pattern matches no file, or something that cannot be read as one.
     """
     unwanted = [_Exclude(pattern) for pattern in exclude]
     found: dict[str, str] = {}
+    objects: dict[str, StoredObject] = {}
     for pattern in paths:
+        if is_url(pattern):
+            listed = find_objects(parse_url(pattern), remote)
+            if not listed:
+                raise UserError(f"{key}.paths: {pattern!r} matches no object, of those that the store lists")
+            for name, stored in listed:
+                path = str(stored.url)
+                if not any(excluded(path, name) for excluded in unwanted):
+                    found.setdefault(path, name)
+                    objects[path] = stored
+            continue
         full = os.path.abspath(os.path.expanduser(pattern))
         # A file whose own name has a bracket in it is that file. `_is_no_folder` would raise with the glob, not
         # with the folder that may not be read.
@@ -67,6 +146,11 @@ def find_files(
     files = []
     strange: dict[str, str] = {}
     for path, name in found.items():
+        if path in objects:
+            about_object = objects[path]
+            shown_name = path if times[name] > 1 else name
+            files.append(File(shown_name, path, about_object.size, 0, about_object.version))
+            continue
         try:
             about = os.stat(path)
         except OSError as error:
@@ -195,7 +279,8 @@ class _Exclude:
 
     def __init__(self, pattern: str) -> None:
         self._pattern = re.compile(_glob_regex(pattern))
-        self._full = re.compile(_glob_regex(os.path.abspath(os.path.expanduser(pattern))))
+        full = pattern if is_url(pattern) else os.path.abspath(os.path.expanduser(pattern))
+        self._full = re.compile(_glob_regex(full))
         self._bare = "/" not in pattern
 
     def __call__(self, path: str, name: str) -> bool:

@@ -71,7 +71,7 @@ def _read_lines(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     """
     path = piece.file.path
     if compression_of(path) is None:
-        with open(path, "rb", buffering=min(_BUFFER_BYTES, max(piece.file.size, 1024))) as file:
+        with cursor.open_plain(piece, _BUFFER_BYTES) as file:
             seek_line(file, piece, cursor)
             yield from _lines(cursor, piece, file, piece.end, None)
         return

@@ -26,11 +26,11 @@ class ParquetReader(TableReader):
     magic = b"PAR1"
     title = "Parquet"
 
-    def schema(self, path: str) -> pa.Schema:
+    def schema(self, file: File) -> pa.Schema:
         """Schema of a file, from its footer."""
         from pipeline.data.sources.parquet_groups import parquet_schema
 
-        return parquet_schema(path)
+        return parquet_schema(file, self.remote)
 
     def expected_text_bytes(self, file: File) -> int:
         """About how much text a file holds: pages are compressed."""
@@ -42,12 +42,12 @@ class ParquetReader(TableReader):
 
     def check_ends(self, file: File) -> None:
         """Look for the mark of the footer."""
-        with open(file.path, "rb", buffering=0) as raw:
+        with file.open_to_look(self.remote) as raw:
             raw.seek(max(0, file.size - 4))
             if raw.read(4) in _ENDS:
                 return
             raw.seek(0)
-            head = raw.read(8)
+            head = raw.read(8) or b""
         kinds = [f"; it is {name}-compressed: decompress it" for name in MAGIC if head.startswith(MAGIC[name])]
         raise StreamError("damaged Parquet file", "it does not end with a footer" + "".join(kinds), 0)
 

@@ -7,12 +7,16 @@ groups. (A page must be held whole.) This module imports pyarrow: import it wher
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, BinaryIO, NamedTuple
+from io import RawIOBase
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipeline.data.sources.parquet_pages import pages
+from pipeline.common.objects.access import RemoteAccess
+from pipeline.common.objects.partial_copy import PartialCopy
+from pipeline.data.sources.globs import File
+from pipeline.data.sources.parquet_pages import first_byte, pages
 from pipeline.data.sources.reader import Cursor
 from pipeline.data.sources.records import ROW_BYTES, Document, Piece
 from pipeline.data.sources.table_rows import (
@@ -31,9 +35,12 @@ from pipeline.data.sources.table_rows import (
 _READ_BYTES = 2**20
 
 
-def parquet_schema(path: str) -> pa.Schema:
+def parquet_schema(file: File, remote: RemoteAccess) -> pa.Schema:
     """Schema of a Parquet file."""
-    return pq.read_schema(path)
+    if not file.is_object:
+        return pq.read_schema(file.path)
+    with file.open_anywhere(remote) as raw:
+        return pq.read_schema(raw)
 
 
 class _Group(NamedTuple):
@@ -53,16 +60,30 @@ def read_parquet(cursor: Cursor, piece: Piece) -> Iterator[Document]:
     Where a row group is damaged, the rest of it is lost; without a sound footer all of the file is.
     """
     path = piece.file.path
+    with piece.file.open_anywhere(cursor.reader.remote) as raw:
+        yield from _read_open(cursor, piece, path if not piece.file.is_object else raw, raw)
+
+
+def _read_open(cursor: Cursor, piece: Piece, source: Any, raw: RawIOBase) -> Iterator[Document]:
+    """Read the rows of a piece.
+
+    Args:
+        cursor: of the piece.
+        piece: to read.
+        source: its file, for pyarrow.
+        raw: the same file, for its pages.
+    """
+    path = piece.file.path
     try:
         options = {"pre_buffer": False, "buffer_size": _READ_BYTES, "page_checksum_verification": True}
-        file = pq.ParquetFile(path, **options)
+        file = pq.ParquetFile(source, **options)
         found = check_schema(file.schema_arrow, cursor.reader, path)
         columns = found.leaves
         cursor.check_expansion(
             piece, file.metadata.num_rows * ROW_BYTES, f"{file.metadata.num_rows:,} rows, which take"
         )
         if repeated := _repeated(file, columns):
-            file = pq.ParquetFile(path, **options, read_dictionary=repeated)
+            file = pq.ParquetFile(source, **options, read_dictionary=repeated)
         groups = list(_groups(file.metadata, piece, columns))
     except DAMAGED as error:
         damaged_file(cursor, piece, "damaged Parquet file", error)
@@ -75,7 +96,9 @@ def read_parquet(cursor: Cursor, piece: Piece) -> Iterator[Document]:
         for group in groups:
             if cursor.offset < group.row + group.rows:
                 ends = (base + span * before // total, base + span * (before + group.rows) // total)
-                yield from _read_group(cursor, piece, file, found, group, ends)
+                yield from _read_group(cursor, piece, raw, file, found, group, ends)
+                if isinstance(raw, PartialCopy):
+                    raw.forget()
             before += group.rows
         cursor.bytes_read = base + span
 
@@ -106,13 +129,14 @@ def _groups(metadata: Any, piece: Piece, columns: list[str]) -> Iterator[_Group]
 
 
 def _read_group(
-    cursor: Cursor, piece: Piece, file: Any, found: TableColumns, group: _Group, ends: tuple[int, int]
+    cursor: Cursor, piece: Piece, raw: RawIOBase, file: Any, found: TableColumns, group: _Group, ends: tuple[int, int]
 ) -> Iterator[Document]:
     """The rows of a row group that were not read yet. Batches lie equal wherever the reading begins."""
     first, (low, high), columns = group.row, ends, found.leaves
     try:
-        with open(piece.file.path, "rb") as raw:
-            batch_rows = min(group.batch_rows, _look_at_pages(cursor, piece, raw, file, columns, group))
+        if isinstance(raw, PartialCopy):
+            raw.need(_chunk_ranges(file, columns, group))
+        batch_rows = min(group.batch_rows, _look_at_pages(cursor, piece, raw, file, columns, group))
         for batch in file.iter_batches(batch_rows, [group.number], columns=columns, use_threads=False):
             done, more = first - group.row, first + len(batch) - group.row
             bytes_read = (low + (high - low) * done // group.rows, low + (high - low) * more // group.rows)
@@ -138,7 +162,16 @@ def _is_of(path: str, columns: list[str]) -> bool:
     return any(path == column or path.startswith(f"{column}.") for column in columns)
 
 
-def _look_at_pages(cursor: Cursor, piece: Piece, raw: BinaryIO, file: Any, columns: list[str], group: _Group) -> int:
+def _chunk_ranges(file: Any, columns: list[str], group: _Group) -> Iterator[tuple[int, int]]:
+    """Byte ranges of the column chunks of a row group that are read."""
+    about = file.metadata.row_group(group.number)
+    for number in range(about.num_columns):
+        chunk = about.column(number)
+        if _is_of(chunk.path_in_schema, columns):
+            yield (begin := first_byte(chunk)), begin + chunk.total_compressed_size
+
+
+def _look_at_pages(cursor: Cursor, piece: Piece, raw: RawIOBase, file: Any, columns: list[str], group: _Group) -> int:
     """Refuse pages that ask for far more memory than they have bytes; returns how many rows can be held at a time.
 
     Raises:

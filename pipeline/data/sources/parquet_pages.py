@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import RawIOBase
+from typing import Any
 
 import pyarrow as pa
 
@@ -38,7 +39,13 @@ class Page:
     """True if the lengths of all of its values are decoded at once."""
 
 
-def pages(file: BinaryIO, chunk: Any) -> Iterator[Page]:
+def first_byte(chunk: Any) -> int:
+    """The byte at which a column chunk (`ColumnChunkMetaData`) begins."""
+    at, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
+    return int(dictionary if dictionary is not None and 0 < dictionary < at else at)
+
+
+def pages(file: RawIOBase, chunk: Any) -> Iterator[Page]:
     """The pages of a column chunk, in the order in which pyarrow reads them.
 
     Args:
@@ -48,9 +55,7 @@ def pages(file: BinaryIO, chunk: Any) -> Iterator[Page]:
     Raises:
         pa.ArrowInvalid: what stands where a page should begin is none.
     """
-    at, dictionary = chunk.data_page_offset, chunk.dictionary_page_offset
-    if dictionary is not None and 0 < dictionary < at:
-        at = dictionary
+    at = first_byte(chunk)
     end, left = at + chunk.total_compressed_size + _SLACK_BYTES, chunk.num_values
     while left > 0 and at < end:
         header, length = _header(file, at)
@@ -71,12 +76,12 @@ def pages(file: BinaryIO, chunk: Any) -> Iterator[Page]:
         at += length + compressed
 
 
-def _header(file: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
+def _header(file: RawIOBase, at: int) -> tuple[dict[int, Any], int]:
     """Fields of the page header at a byte, and its length."""
     size = _HEADER_BYTES
     while True:
         file.seek(at)
-        data = file.read(size)
+        data = file.read(size) or b""
         try:
             return _Thrift(data).struct()
         except IndexError:

@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import xxhash
 
 from pipeline.common.errors import UserError
+from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.storage import naming
 from pipeline.config.plugins import find_plugin, is_plugin
 from pipeline.data.sources.compression import MAX_ZSTD_WINDOW, Decompressed, StreamError, compression_of, open_stream
 from pipeline.data.sources.foreign_parser import SKIPPED, working_on
-from pipeline.data.sources.globs import File, find_files
+from pipeline.data.sources.globs import NO_REMOTE, File, find_files
 from pipeline.data.sources.records import (
     BAD_WEIGHT,
     EMPTY,
@@ -104,6 +105,7 @@ class Reader(ABC):
         options: values of `Options`.
         skip_records: names of records that are left out (`record_name`).
         most_bad: bad records after which a source is refused, whatever the rest of its files holds.
+        remote: settings of access to object storage.
     """
 
     type: ClassVar[str]
@@ -131,6 +133,7 @@ class Reader(ABC):
     options: Any = field(default=None, hash=False)
     skip_records: frozenset[str] = frozenset()
     most_bad: int | None = None
+    remote: RemoteAccess = NO_REMOTE
 
     @classmethod
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
@@ -217,7 +220,7 @@ class Reader(ABC):
         Raises:
             UserError: there are none, or something that cannot be read as one.
         """
-        return self, find_files(paths, exclude, key)
+        return self, find_files(paths, exclude, key, remote=self.remote)
 
     def check_columns(self, files: Sequence[File], *, every: bool = False) -> None:
         """Look for the columns of the text and the metadata, if files say which they have.
@@ -281,7 +284,7 @@ class Reader(ABC):
         Raises:
             StreamError: it is damaged.
         """
-        with open(file.path, "rb", buffering=0) as raw:
+        with file.open_to_look(self.remote) as raw:
             Decompressed(raw, compression_of(file.path) or "", verify=False).check_begin()
 
     @abstractmethod
@@ -406,7 +409,7 @@ class Cursor:
         Raises:
             UserError: it is too much for what there is on disk.
         """
-        if piece.file.path.startswith(HUB_PREFIX):
+        if piece.file.path.startswith(HUB_PREFIX) and not piece.file.is_object:
             return  # nobody knows how large it is
         limit = max(free, self.reader.max_expansion * (piece.file.size if on_disk is None else on_disk))
         if size > limit:
@@ -428,10 +431,24 @@ class Cursor:
 
     def open_stream(self, path: str) -> BufferedReader:
         """Open a file of the piece, plain or compressed, as the settings of the reader say."""
-        reader = self.reader
+        reader, file = self.reader, self.unit.pieces[self.piece].file
         salvage = self._note_salvage if reader.salvage else None
         window = reader.max_zstd_window
-        return open_stream(path, verify=reader.verify, beat=self.beat, salvage=salvage, max_window=window)
+        raw = None
+        if file.is_object and file.path == path:
+            twice = compression_of(path) is not None and reader.verify
+            raw = file.open_kept(reader.remote) if twice else file.open(reader.remote)
+        return open_stream(path, raw, verify=reader.verify, beat=self.beat, salvage=salvage, max_window=window)
+
+    def open_plain(self, piece: Piece, most: int) -> BufferedReader:
+        """Open the file of a piece, which is not compressed, to read its byte range.
+
+        Args:
+            piece: of a plain file.
+            most: bytes of the buffer.
+        """
+        size = min(most, max(piece.file.size, 1024))
+        return BufferedReader(piece.file.open(self.reader.remote, piece.end), size)
 
     def _note_salvage(self) -> None:
         self.is_salvaged = True
@@ -555,8 +572,8 @@ def _normal(path: str) -> str:
 
 
 def _check_unchanged(file: File) -> None:
-    if file.path.startswith(HUB_PREFIX):
-        return  # pinned to a commit
+    if file.is_object or file.path.startswith(HUB_PREFIX):
+        return  # each request asks for the version; pinned to a commit
     size = os.stat(file.path).st_size
     if size != file.size:
         raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from decimal import Decimal
+from io import RawIOBase
 from numbers import Real
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -265,10 +266,16 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
-def line_of(path: str, byte: int) -> int:
-    """Line number, from 1, of a byte of a (decompressed) file. Reads everything before it."""
+def line_of(path: str, byte: int, raw: RawIOBase | None = None) -> int:
+    """Line number, from 1, of a byte of a (decompressed) file. Reads everything before it.
+
+    Args:
+        path: of the file.
+        byte: of its content.
+        raw: the file, if it is open or lies elsewhere.
+    """
     line = 1
-    with open_stream(path, verify=False) as stream:
+    with open_stream(path, raw, verify=False) as stream:
         try:
             while byte > 0 and (chunk := stream.read(min(2**20, byte))):
                 line += chunk.count(b"\n")

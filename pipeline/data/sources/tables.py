@@ -27,7 +27,7 @@ class TableReader(Reader):
     sample_bytes = 2**26
 
     @abstractmethod
-    def schema(self, path: str) -> pa.Schema:
+    def schema(self, file: File) -> pa.Schema:
         """The columns of a file."""
 
     def check_columns(self, files: Sequence[File], *, every: bool = False) -> None:
@@ -36,7 +36,7 @@ class TableReader(Reader):
 
         def is_sound(file: File) -> bool:
             try:
-                table_rows.check_schema(self.schema(file.path), self, file.path)
+                table_rows.check_schema(self.schema(file), self, file.path)
             except table_rows.DAMAGED as error:
                 with naming(file.path):
                     table_rows.raise_if_machine(error)  # reading it will say what else is wrong

@@ -29,7 +29,7 @@ class FrequentWords:
 
     def look_at(self, unit: Unit, reader: Reader) -> None:
         """Take a unit that is about to be encoded. Remote units would be fetched twice: they are left out."""
-        if self._are_cached or unit.bytes < UNIT_BYTES or reader.is_remote:
+        if self._are_cached or unit.bytes < UNIT_BYTES or reader.is_remote or unit.pieces[0].file.is_object:
             return
         self._are_cached = True
         sample: list[str] = []

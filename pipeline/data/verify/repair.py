@@ -41,7 +41,7 @@ from pipeline.data.sources.records import Piece
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.job import Busy, run_leased
 from pipeline.data.work.leases import LeaseWatch
-from pipeline.data.work.planned_units import PlannedUnits
+from pipeline.data.work.planned_units import PlannedUnits, refuse_objects_of_others
 from pipeline.data.work.receipts import read_receipt, read_receipts
 
 _SHOWN_FILES = 3
@@ -105,7 +105,8 @@ class _Source:
 
     def __init__(self, folder: Path, config: Config | None) -> None:
         self.folder = folder
-        self.planned = PlannedUnits(folder)
+        self.planned = PlannedUnits(folder, None if config is None else config.data.remote.access)
+        refuse_objects_of_others(folder / PLAN_FILE, self.planned.plan)
         self._settings = settings = self.planned.plan["settings"]
         if settings["data.preprocess.shuffle"] == "global":
             raise UserError(
@@ -150,6 +151,12 @@ class _Source:
         if self._reader.is_remote:
             return ""
         for piece in self.planned.unit(number).pieces:
+            if piece.file.is_object:
+                try:
+                    piece.file.stored(self.planned.remote).check()
+                except UserError as error:
+                    return f"the source cannot be read: {error}"
+                continue
             try:
                 size = os.stat(piece.file.path).st_size
             except OSError as error:
@@ -240,7 +247,7 @@ class _Source:
         """A piece as workers get it: chunked by the format, and with the time of its file, which receipts have."""
         first = next(iter(self._reader.pieces(piece.file, 2**62)), None)
         file = piece.file
-        if not self._reader.is_remote:
+        if not self._reader.is_remote and not file.is_object:
             file = replace(file, mtime_ns=os.stat(file.path).st_mtime_ns)
         return replace(piece, file=file, chunked=first is not None and first.chunked)
 

@@ -33,6 +33,10 @@ from pipeline.data.work.units import SourceFiles
 
 OTHER_STAGES = frozenset({"curate"})
 """Folders in that of a source that have plans of their own."""
+VERSIONS = "versions"
+"""Key of plans with objects: the ETag of each file, empty of those on a disk. Datasets do not depend on it."""
+REMOTE = "remote"
+"""Key of such plans: `endpoint` and `anonymous` of `data.remote`, where they are set."""
 ADDED = "files added"
 """Beginning of the difference of a plan that has more files."""
 
@@ -115,16 +119,41 @@ class FrozenPlan(ABC):
         except UserError as error:
             raise UserError(f"{error}; restore it, or remove {folder} {self.remade}") from None
         if old["config_hash"] == self.config_hash:
-            return []
+            return self._other_versions(old)
         differences = setting_differences(old["settings"], self.settings)
         differences += _file_differences({name: size for name, _, size in old["files"]}, self.found.files)
+        differences += self._other_versions(old)
         return differences or ["where the splits end"]
+
+    def _other_versions(self, old: Any) -> list[str]:
+        """A line about objects whose versions differ from those of a plan; none for files that may have moved."""
+        new = {file.name: file for file in self.found.files}
+        versions = zip(old["files"], old.get(VERSIONS, ()), strict=False)
+        changed = [(new[name], version) for (name, _, _), version in versions if version and name in new]
+        changed = [(file, version) for file, version in changed if file.version not in ("", version)]
+        if not changed:
+            return []
+        file, version = changed[0]
+        return [
+            f"objects changed: {len(changed)}, the first is {file.path} (ETag {version} then, {file.version} now); "
+            "documents of two versions must not be mixed"
+        ]
 
     def extends(self, folder: Path) -> bool:
         """Tell whether this is the plan in the folder with one generation more, which was asked for."""
         if not self.found.grows:
             return False
-        return bool(storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)["config_hash"] == self._hashes[-2])
+        old = storage.get_json(folder / PLAN_FILE, *PLAN_KEYS)
+        return bool(old["config_hash"] == self._hashes[-2]) and not self._other_versions(old)
+
+    def _remote_json(self, files: list[File]) -> dict[str, Any]:
+        """Versions of objects, and where they are asked for; nothing of credentials."""
+        if not any(file.is_object for file in files):
+            return {}
+        access = self.found.reader.remote
+        where = {"endpoint": access.endpoint, "anonymous": access.anonymous}
+        given = {key: value for key, value in where.items() if value}
+        return {VERSIONS: [file.version for file in files], **({REMOTE: given} if given else {})}
 
     def _as_json(self) -> dict[str, Any]:
         files = list(itertools.chain.from_iterable(self.found.generations))
@@ -142,6 +171,7 @@ class FrozenPlan(ABC):
             # A unit is a list of [file, first byte, end byte].
             "units": [[[number[p.file.name], p.start, p.end] for p in unit.pieces] for unit in self.units],
             **({"generations": generations} if generations else {}),
+            **self._remote_json(files),
         }
 
 

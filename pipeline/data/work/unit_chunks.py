@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar
 import orjson
 
 from pipeline.common import links, storage
-from pipeline.common.errors import UserError
+from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import put_sealed
 from pipeline.data.datasets.files import receipt_path, rejected_path
 from pipeline.data.datasets.indexed import HashedFile
@@ -269,6 +269,8 @@ class ChunkedUnit(ABC):
         """Those of a reader. What it refuses is changed in the files or keys of the source, which the plan is of."""
         try:
             yield from reader
+        except MachineError:
+            raise  # such as a store that does not answer
         except UserError as error:
             raise UserError(
                 f"{error}. If that changes paths, exclude, keys or files of the source, {self._unit_source.start_over}"

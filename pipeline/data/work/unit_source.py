@@ -72,7 +72,9 @@ class UnitSource:
         """Refuse a rejected record where `data.preprocess.on_error` says so."""
         if self.fail_on_error and document.reason not in NOT_BAD:
             piece = unit.pieces[document.piece]
-            line = None if document.line is None else line_of(piece.file.path, document.byte)
+            line = None
+            if document.line is not None:
+                line = line_of(piece.file.path, document.byte, piece.file.open(self.reader.remote))
             place = self.reader.locate(piece, line, document.byte)
             raise UserError(
                 f"{place}: {document.reason} ({document.detail}); repair the record and {self.start_over}; "

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.common import storage
-from pipeline.common.errors import MachineError
+from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import key, value_hash
+from pipeline.common.objects.urls import is_url
 from pipeline.common.problems import Problems
 from pipeline.config.data import HeldOutSourceConfig, InputConfig, PreprocessConfig
+from pipeline.config.parsing.code_keys import REMOTE_KEYS, refuse_code_of_others
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import PLAN_FILE
 from pipeline.data.datasets.manifest import PLAN_KEYS
@@ -82,11 +84,17 @@ class SourceFiles:
 def reader_of(source: InputConfig, config: Config) -> Reader:
     """Reader of a source, by the run file."""
     preprocess = config.data.preprocess
-    limits = {"max_expansion": preprocess.max_expansion, "max_record_bytes": preprocess.max_record_bytes}
+    limits: dict[str, Any] = {
+        "max_expansion": preprocess.max_expansion,
+        "max_record_bytes": preprocess.max_record_bytes,
+    }
     if preprocess.on_damaged_file == "salvage":
         limits["salvage"] = True
     if preprocess.max_zstd_window != MAX_ZSTD_WINDOW:  # readers of other packages may not know it
         limits["max_zstd_window"] = preprocess.max_zstd_window
+    access = config.data.remote.access
+    if any(is_url(path) for path in source.paths):
+        limits["remote"] = access
     return source_format(source.type).from_config(source, **limits)
 
 
@@ -106,7 +114,14 @@ def find_source_files(
         MachineError: files may not be read.
     """
     own = Problems() if problems is None else problems
-    found = []
+    found: list[SourceFiles] = []
+    try:
+        refuse_code_of_others(config, *REMOTE_KEYS)  # before anything is asked for with the credentials of this user
+    except UserError as error:
+        if problems is None:
+            raise
+        problems.problem(str(error))
+        return found
     for place, source in config.data.inputs.items():
         if source.dataset is None and (held_out or not isinstance(source, HeldOutSourceConfig)):
             with own.collecting():
@@ -139,7 +154,7 @@ def reading(config: Config, sources: list[SourceFiles]) -> Iterator[None]:
         path = Path(str(error.filename))
         if str(path) in keys:
             raise may_not_be_read(keys[str(path)], error) from error
-        if config.tokenizer.path is not None and path.is_relative_to(config.tokenizer.path):
+        if isinstance(config.tokenizer.path, Path) and path.is_relative_to(config.tokenizer.path):
             raise may_not_be_read("tokenizer.path", error) from error
         raise
 
@@ -228,8 +243,8 @@ def order_key(seed: int, unit: Unit) -> int:
 
 
 def input_stat(unit: Unit) -> str:
-    """Hash of names, sizes and times of a unit's files: equal means that the input need not be read again."""
-    return value_hash([[p.file.name, p.file.size, p.file.mtime_ns, p.start, p.end] for p in unit.pieces])
+    """Hash of names, sizes and times (of objects, versions) of a unit's files: equal input need not be read again."""
+    return value_hash([[p.file.name, p.file.size, p.file.changed_at, p.start, p.end] for p in unit.pieces])
 
 
 def check_files(config: Config, sources: Iterable[tuple[SourceFiles, bool]], found: Problems) -> None:
@@ -243,6 +258,8 @@ def check_files(config: Config, sources: Iterable[tuple[SourceFiles, bool]], fou
     refuses = config.data.preprocess.on_damaged_file == "fail"
     for source, is_new in sources:
         with found.collecting(), reading(config, [source]):
+            if stored := next((file for file in source.files if file.is_object), None):
+                stored.stored(source.reader.remote).check()  # to list and to read are two permissions
             source.reader.check_columns(source.files, every=is_new)
             if refuses and is_new and (damaged := find_damaged_ends(source.files, source.reader)):
                 raise damaged_error(source.source.name, damaged, source.bytes)

@@ -10,8 +10,7 @@ from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, first_and_last, gib, percent, spans
 from pipeline.config import Config
-from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder
-from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, named_tokenizer, run_tokenizer, tokenizer_folder
 from pipeline.train.distributed.axes import AXES
 from pipeline.train.distributed.layout import Layout, fixed_processes
 from pipeline.train.fp8.matrices import fp8_lines
@@ -133,7 +132,7 @@ def _vocabulary(config: Config) -> tuple[int, str]:
         if train is not None:
             return train.vocab_size, "as tokenizer.train.vocab_size says; the tokenizer is not trained yet"
         assert path is not None, "one of the two is set"
-        return Tokenizer.load(path, config.tokenizer).vocab_size, f"of {path}"
+        return named_tokenizer(config).vocab_size, f"of {path}"
     except UserError as error:
         if config.model.vocab_size is not None:
             return config.model.vocab_size, "as model.vocab_size says; there is no tokenizer"

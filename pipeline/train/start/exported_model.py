@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.common.console import alarm
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder
+from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder, tokenizer_path
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.dcp_storage import first_misfit
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, ExportedWeights
@@ -78,7 +78,7 @@ def tokenizer_of_run(config: Config) -> Tokenizer | None:
                 f"{found.fingerprint} instead of {saved}); name another with tokenizer.path"
             )
         return found
-    file = config.tokenizer.path
+    file = tokenizer_path(config)
     return None if file is None or not file.exists() else Tokenizer.load(file, config.tokenizer)
 
 

@@ -17,13 +17,14 @@ import torch
 from pipeline.common import storage
 from pipeline.common.errors import EXIT_UNHEALTHY, UserError
 from pipeline.common.versions import versions
+from pipeline.config.load import load
 from pipeline.train.host import nvidia_smi as nvidia_smi_module
 from pipeline.train.host.nvidia_smi import GpuAnswer
 from slurm.devcluster import DevCluster
 from slurm.doctor.command import doctor_command
 from slurm.doctor.gpu import devices, driver_views, judge_driver_views, parse_driver_views, products, wrong_elements
 from slurm.doctor.network import RendezvousFailed, rendezvous
-from slurm.doctor.node import NodeRank, disks, software, space
+from slurm.doctor.node import NodeRank, disks, objects, software, space
 from slurm.doctor.report import (
     Network,
     NodeCheck,
@@ -34,6 +35,7 @@ from slurm.doctor.report import (
     read_reports,
     report_file,
 )
+from tests.common.objects.web import web
 from tests.tiny import pipeline, write_run
 from tests.train.distributed.ranks import free_port
 
@@ -48,6 +50,18 @@ def test_a_healthy_node(tmp_path: Path) -> None:
         assert words in done.stdout
     assert "warning: " in done.stdout and "has `pipeline preprocess` been run?" in done.stdout
     assert not (tmp_path / "run").exists() and not list(tmp_path.glob(".*")), "it leaves no trace"
+
+
+def test_objects_of_sources(tmp_path: Path) -> None:
+    with web() as server:
+        server.objects["x.txt"] = b"1"
+        config = load(write_run(tmp_path), [f"data.sources.0.paths=[{server.url('x.txt')}]"])
+        (found,) = objects(config)
+        assert found.ok and found.value == "readable"
+        server.objects.clear()
+        (found,) = objects(config)
+    assert not found.ok and found.severity == "warning"
+    assert "data.sources.0.paths" in found.message and "no such object" in found.message
 
 
 @pytest.mark.slow
