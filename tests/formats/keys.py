@@ -210,7 +210,6 @@ WRITE_NOTHING = (
     "pipeline.train.parallel.tested",
     "pipeline.train.planning.memory",
     "pipeline.train.start.resume",
-    "pipeline.train.loop.step",
     "pipeline.train.start.warm_start",
     "slurm.submit.job_plan",
     "slurm.sweep.members",

@@ -143,7 +143,8 @@ class Trainer:
                 with self._profile.step(step):
                     issued = self._fetch(batches, first)
                     if issued.trains:
-                        self._issue(issued)
+                        issued.lr = self._prepare(issued)
+                        issued.result = self._stepper.step(issued.data, issued.lr).to_host()
                     # The numbers of a step are read when the next one has been issued, so that a device never idles.
                     self._read_numbers()
                     self._issued = issued
@@ -191,14 +192,13 @@ class Trainer:
             say(self._console, line)
         return issued
 
-    def _issue(self, issued: Issued) -> None:
-        """Give the device all of a step, and wait for nothing of it."""
+    def _prepare(self, issued: Issued) -> float:
+        """Tell what watches over steps which one comes; returns its learning rate."""
         if self._stepper.spikes is not None:
             self._stepper.spikes.compare_within(kind_of(issued.segment))
-        tokens = self._plan.journal.tokens(issued.data.step + 1)
-        issued.lr = self._config.train.optimizer.lr * self._schedule.factor(tokens)
         self._work.add_wait(issued.waited)
-        issued.result = self._stepper.step(issued.data, issued.lr).to_host()
+        tokens = self._plan.journal.tokens(issued.data.step + 1)
+        return self._config.train.optimizer.lr * self._schedule.factor(tokens)
 
     def _read_numbers(self) -> None:
         """Wait for the numbers of the step that was issued last, write them down, and act on faults."""

