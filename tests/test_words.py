@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 _COUNTED = "(tokens|steps|bytes|bits|[KMGT]i?B|samples|windows|documents|GPUs?|processes)"
 _PER = "(second|hour|day|step|token|rank|node|process|document|line|device|GPU|unit)"
@@ -90,6 +92,7 @@ def test_words() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.guard
 def test_words_of_messages() -> None:
     folders = _folders()
     assert "pipeline/cli" in folders

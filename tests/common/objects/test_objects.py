@@ -38,6 +38,13 @@ ACCESS = RemoteAccess(request_bytes=2**17, patience_s=20, read_timeout_s=0.5)
 DATA = random.Random(0).randbytes(3_000_001)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def closed_stores() -> Iterator[None]:
+    """Connections end with the tests."""
+    yield
+    stores._Stores.opened.clear()
+
+
 @pytest.fixture
 def memory() -> MemoryStore:
     store = MemoryStore()

@@ -19,6 +19,7 @@ import pytest
 import zstandard
 
 from pipeline.common.errors import UserError
+from pipeline.common.objects import stores
 from pipeline.common.trust import TRUSTED
 from pipeline.config import Config
 from pipeline.data.preprocess.stage import preprocess
@@ -52,6 +53,7 @@ def spawned_workers() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker_pool, "can_fork", lambda: False)
         yield
+    stores._Stores.opened.clear()  # and with them their connections
 
 
 def lines(count: int, seed: int) -> bytes:
