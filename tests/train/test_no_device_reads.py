@@ -102,7 +102,7 @@ def issue(
             agreement = AgreedRequests(lambda: StopRequest(False, False), device)
             folder = cast(RunFolder, SimpleNamespace(path=Path("/nowhere"), attempt=1))
             windows = WindowLosses(config, folder, device)
-            more = [agreement, DataHash(mesh, device), RankWork(lambda rank: None, device), windows]
+            more = [agreement, DataHash(mesh), RankWork(lambda rank: None), windows]
             setup, optimizers = Setup(device, mesh, spec), Optimizers(config, model)
             stepper = Stepper(config, setup, model, optimizers, sources=["a", "b"], quantities=more)
             change(stepper)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch, StepData
-from pipeline.train.host.host_copy import HostCopy
+from pipeline.train.host.host_copy import HostCopy, to_device
 from pipeline.train.host.trace_spans import span
 from pipeline.train.loop.quantities.layers import Observer
 from pipeline.train.loop.quantities.losses import DepthLosses, SourceLosses, WeightedLoss
@@ -157,10 +158,19 @@ class Stepper:
         squares = self._gradients.sum_of_squares()[None]
         parts = {quantity: quantity.parts() for quantity in self.quantities}
         flat = [squares, *(part for own in parts.values() for part in own)]
-        everything = torch.cat(flat)
+        everything = torch.cat(self._on_device(flat))
         dist.all_reduce(everything)
         summed = iter(torch.split(everything, [part.numel() for part in flat]))
         return next(summed)[0], {quantity: [next(summed) for _ in own] for quantity, own in parts.items()}
+
+    def _on_device(self, parts: list[Tensor]) -> list[Tensor]:
+        """The parts in their order, those of the host sent to the device in one copy."""
+        is_sent = [part.device.type != self._device.type for part in parts]
+        host = list(compress(parts, is_sent))
+        if not host:
+            return parts
+        sent = iter(torch.split(to_device(torch.cat(host), self._device), [part.numel() for part in host]))
+        return [next(sent) if moves else part for part, moves in zip(parts, is_sent, strict=True)]
 
     def _judge(self, squares: Tensor, nats: Tensor, targets: Tensor) -> Update:
         """The verdict on the update: made if all is finite, and no spike."""

@@ -100,7 +100,7 @@ class Trainer:
         self._model = build_model(config.model_copy(update={"train": train}), setup)
         self._optimizers = Optimizers(config, self._model)
         self._agreement = AgreedRequests(self._request, setup.device)
-        self._work = RankWork(lambda rank: host_of(folder.path, rank), setup.device)
+        self._work = RankWork(lambda rank: host_of(folder.path, rank))
         self._losses = WindowLosses(config, folder, setup.device)
         self._stepper = Stepper(
             config,
@@ -108,7 +108,7 @@ class Trainer:
             self._model,
             self._optimizers,
             sources=self._loader.names,
-            quantities=[self._agreement, DataHash(setup.mesh, setup.device), self._work, self._losses],
+            quantities=[self._agreement, DataHash(setup.mesh), self._work, self._losses],
         )
         state = (self._model, self._optimizers, self._stepper.ema)
         self._saver = Saver(config, setup, plan, folder, watchdog, *state, console)

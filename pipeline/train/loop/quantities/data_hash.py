@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from pipeline.data.loading.batch import StepData
-from pipeline.train.host.host_copy import to_device
 from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.parallel.mesh import Mesh
 
@@ -20,9 +19,8 @@ _WORDS = 4
 class DataHash(Quantity):
     """The sum of the hashes of all samples of a step, mod 2**64."""
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._counts = mesh.counts_samples
-        self._device = device
         self._hash = 0
 
     def begin(self, data: StepData) -> None:
@@ -32,7 +30,7 @@ class DataHash(Quantity):
     def parts(self) -> list[Tensor]:
         """Words of the hash."""
         words = [(self._hash >> (16 * place)) & 0xFFFF for place in range(_WORDS)]
-        return [to_device(torch.tensor(words, dtype=torch.float64), self._device)]
+        return [torch.tensor(words, dtype=torch.float64)]
 
     def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:
         """See `Quantity`."""

@@ -66,7 +66,10 @@ class Quantity:
         """Look at the gradients of this rank, which are summed over its micro-batches."""
 
     def parts(self) -> list[Tensor]:
-        """Tensors that are added up over all ranks, fp64, as many and as long on every rank."""
+        """Tensors that are added up over all ranks, fp64, as many and as long on every rank.
+
+        On the device, or on the host: the step sends all of those in one copy.
+        """
         return []
 
     def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:

@@ -30,7 +30,7 @@ class AgreedRequests(Quantity):
 
     def parts(self) -> list[Tensor]:
         """One number per kind of request; looked at when the passes have been issued, as late as it can be."""
-        return [to_device(torch.tensor([*map(float, self._request())], dtype=torch.float64), self._device)]
+        return [torch.tensor([*map(float, self._request())], dtype=torch.float64)]
 
     def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:
         """See `Quantity`."""
@@ -38,7 +38,7 @@ class AgreedRequests(Quantity):
 
     def skipped(self, data: StepData) -> None:
         """Agree without a step; this reads the device."""
-        (counts,) = self.parts()
+        (counts,) = (to_device(part, self._device) for part in self.parts())
         dist.all_reduce(counts)
         self._read(counts)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pipeline.config.train import BalanceConfig
 from pipeline.data.loading.batch import StepData
-from pipeline.train.host.host_copy import to_device
 from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.model.mlps.experts.module import Experts
 from pipeline.train.model.mlps.experts.routing import Routed, Routing
@@ -102,7 +101,7 @@ class Balance(Quantity):
         """Counts and losses; rows of each rank, of which this one fills its own place."""
         rows = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         rows[dist.get_rank()] = self._rows
-        return [self._sums, to_device(rows, self._sums.device)]
+        return [self._sums, rows]
 
     @torch.no_grad()
     def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.data.loading.batch import StepData
-from pipeline.train.host.host_copy import to_device
 from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.monitor.straggler import Stragglers, WorkClock, summary
 
@@ -20,12 +19,10 @@ class RankWork(Quantity):
 
     Args:
         host: of a rank, or None where it is not known; for the warning.
-        device: of this rank.
     """
 
-    def __init__(self, host: Callable[[int], str | None], device: torch.device) -> None:
+    def __init__(self, host: Callable[[int], str | None]) -> None:
         self.clock = WorkClock()
-        self._device = device
         self._stragglers = Stragglers(host)
         self._waited = self._seconds = 0.0
 
@@ -41,7 +38,7 @@ class RankWork(Quantity):
         """One place per rank, of which this one fills its own."""
         seconds = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         seconds[dist.get_rank()] = self._seconds
-        return [to_device(seconds, self._device)]
+        return [seconds]
 
     def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers | None:
         """See `Quantity`."""
