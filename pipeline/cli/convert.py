@@ -17,6 +17,10 @@ convert_app = typer.Typer(
 )
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")]
+OptionalOut = Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Only check all names and shapes, and print the sections for a run file.")
+]
 MaxShard = Annotated[str, typer.Option(metavar="SIZE", help="Maximum size of one file of tensors.")]
 
 
@@ -68,7 +72,7 @@ def to_hf(
 @convert_app.command("from-hf")
 def from_hf(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a downloaded model, with safetensors.")],
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)] = None,
+    out: OptionalOut = None,
     end_of_document: Annotated[
         str | None,
         typer.Option(metavar="TOKEN", help="Token that ends each document; default: the model's end of text."),
@@ -83,9 +87,7 @@ def from_hf(
             metavar="KEY", help="Ignore this key of config.json, which must not change the model; may be repeated."
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check all names and shapes, and print the sections for a run file.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Convert the weights of a downloaded model, to train on from them (`train.init_from.path`)."""
     from pipeline.common.console import say
@@ -118,7 +120,7 @@ def from_megatron(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="Folder of a run of Megatron-LM (--save), or one iter_NNNNNNN in it.")
     ],
-    out: Annotated[Path | None, typer.Argument(metavar="OUT", help="Folder to create.", show_default=False)] = None,
+    out: OptionalOut = None,
     step: Annotated[int | None, typer.Option(help="Iteration; default: the latest.", min=0, show_default=False)] = None,
     tokenizer: Annotated[
         Path | None,
@@ -134,22 +136,20 @@ def from_megatron(
         list[str] | None,
         typer.Option(metavar="ARG", help="Ignore this argument, which must not change the model; may be repeated."),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check all names and shapes, and print the sections for a run file.")
-    ] = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Convert the weights of a Megatron Core checkpoint (torch_dist), to train on from them."""
     from pipeline.common.console import say
     from pipeline.common.errors import UserError
-    from pipeline.train.foreign.convert import describe_megatron, from_megatron
+    from pipeline.train.foreign import convert
 
     if dry_run:
-        echo(describe_megatron(folder, step, tokenizer, end_of_document, ignore or ()), end="")
+        echo(convert.describe_megatron(folder, step, tokenizer, end_of_document, ignore or ()), end="")
         return
     if out is None:
         raise UserError("give the folder to create after the checkpoint's folder, or use --dry-run")
     console = Console()
-    done = from_megatron(
+    done = convert.from_megatron(
         folder,
         out,
         step=step,

@@ -11,7 +11,7 @@ import gc
 import io
 import secrets
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -119,13 +119,18 @@ def read_metadata(checkpoint: Checkpoint) -> Metadata:
     if METADATA not in files:
         raise UserError(f"{checkpoint.path} has no list of tensors: its COMMIT does not name {METADATA}")
     size, digest = files.pop(METADATA)
-    if size > min(_LARGEST, sum(size for size, _ in files.values()) + _ALLOWANCE):
+    if size > largest_list(size for size, _ in files.values()):
         raise UserError(f"{path} is not read: {size:,} bytes are more than the tensors of the checkpoint can need")
     with storage.open_regular(path, symlinks=False) as file:
         data = file.read(size + 1)
     if len(data) != size or xxhash.xxh3_64_hexdigest(data) != digest:
         raise UserError(f"{path} has changed since it was written (xxh3 differs)")
     return parse_metadata(data, path, {name: size for name, (size, _) in files.items()})
+
+
+def largest_list(sizes: Iterable[int]) -> int:
+    """Most bytes of a list of tensors that are in files of these sizes."""
+    return min(_LARGEST, sum(sizes) + _ALLOWANCE)
 
 
 def parse_metadata(data: bytes, path: Path, sizes: Mapping[str, int]) -> Metadata:

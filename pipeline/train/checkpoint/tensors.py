@@ -88,17 +88,32 @@ def read(
     for name, each in tensors.items():
         count = each.shape[:1] if rows is None else (rows.stop - rows.start,)
         wanted[keys[name]] = torch.empty((*count, *each.shape[1:]), dtype=each.dtype)
+    planner = None if rows is None else PartPlanner((rows.start,))
+    load_parts(wanted, _reader(checkpoint), planner, f"{checkpoint.path}")
+    return {name: wanted[key] for name, key in keys.items()}
+
+
+def load_parts(state: dict[str, Any], reader: CheckpointReader, planner: PartPlanner | None, where: str) -> None:
+    """Fill tensors from files of DCP in this process alone.
+
+    Args:
+        state: tensors by name, of the whole ones or of parts of them.
+        reader: of the files.
+        planner: knows which parts; None: whole ones.
+        where: they are, for messages.
+
+    Raises:
+        UserError: they cannot be read.
+    """
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-            planner = None if rows is None else PartPlanner((rows.start,))
-            load(wanted, storage_reader=_reader(checkpoint), planner=planner, no_dist=True)
+            load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as failure:  # a BaseException that no `except Exception` sees
         cause = first_cause(failure)
         if not isinstance(cause, Exception):  # such as Ctrl-C
             raise cause from None
-        raise UserError(f"{checkpoint.path} cannot be read: {cause}") from failure
-    return {name: wanted[key] for name, key in keys.items()}
+        raise UserError(f"{where} cannot be read: {cause}") from failure
 
 
 def _metadata(checkpoint: Checkpoint) -> Metadata:

@@ -20,12 +20,12 @@ class ParallelAxis:
 
     name: AxisName
     effect: str
-    """What is divided over its ranks, in words that `ranks 0-7` can follow."""
+    """Words for its effect, which `ranks 0-7` can follow."""
     data: Literal["samples", "positions", "same"] | None
-    """What its ranks have of a step's data: other samples, other positions of the same samples, or the same. None where
+    """Data of a step that its ranks have: other samples, other positions of the same samples, or the same. None where
     the axes that it divides decide."""
     weights: Literal["layers", "copies", "shards", "slices"]
-    """What its ranks have of the weights: those of other layers, all, flat shards that are gathered before they are
+    """Weights that its ranks have: those of other layers, all, flat shards that are gathered before they are
     used (FSDP), or slices that they compute with as they are."""
     traffic: Traffic
     """When it communicates: within a layer or between stages, and computing waits; or beside other layers."""

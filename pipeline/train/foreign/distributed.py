@@ -5,24 +5,18 @@ They have no hashes, so damage shows where a list and its files do not fit toget
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
-from pipeline.train.checkpoint.dcp_metadata import METADATA, parse_metadata
-from pipeline.train.checkpoint.tensors import Stored
-from pipeline.train.torch_compat.checkpoint_files import CheckpointReader, PartPlanner, first_cause
-
-_LARGEST = 2**30
-"""Bytes of a list of tensors."""
+from pipeline.train.checkpoint.dcp_metadata import METADATA, largest_list, parse_metadata
+from pipeline.train.checkpoint.tensors import Stored, load_parts
+from pipeline.train.torch_compat.checkpoint_files import CheckpointReader, PartPlanner
 
 
 class DistributedFiles:
@@ -47,9 +41,10 @@ class DistributedFiles:
         if links := [each.name for each in files if each.is_symlink()]:
             raise UserError(f"{folder}: {links[0]} is a link, which is not followed: put the file itself there")
         sizes = {each.name: each.lstat().st_size for each in files}
+        most = largest_list(sizes.values())
         with storage.open_regular(path) as file:
-            data = file.read(_LARGEST + 1)
-        if len(data) > min(_LARGEST, sum(sizes.values()) + 2**20):
+            data = file.read(most + 1)
+        if len(data) > most:
             raise UserError(f"{path} is not read: it is larger than the tensors of the checkpoint can need")
         metadata = parse_metadata(data, path, sizes)
         self._reader = CheckpointReader(folder, metadata)
@@ -67,13 +62,5 @@ class DistributedFiles:
         ranges = [*part, *whole]
         target = torch.empty([each.stop - each.start for each in ranges], dtype=stored.dtype)
         planner = PartPlanner([each.start for each in ranges])
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-                load({name: target}, storage_reader=self._reader, planner=planner, no_dist=True)
-        except CheckpointException as failure:  # a BaseException that no `except Exception` sees
-            cause = first_cause(failure)
-            if not isinstance(cause, Exception):  # such as Ctrl-C
-                raise cause from None
-            raise UserError(f"{self.folder}: {name} cannot be read: {cause}") from failure
+        load_parts({name: target}, self._reader, planner, f"{self.folder}: {name}")
         return target

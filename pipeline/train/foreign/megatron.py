@@ -232,7 +232,6 @@ class MegatronCheckpoint(ForeignModel):
                 f"{path / COMMON}: the argument {key} cannot be read: {shortened(self.arguments.get(key))}: {error}"
             ) from error
         interleaved = source.flag("rotary_interleaved", False)
-        source.get("multi_latent_attention")
         source.must_be("multi_latent_attention", (False,), False)
         for key in ("mtp_num_layers", "heterogeneous_layers_config_path", "spec"):
             source.must_be(key, (None,), None)

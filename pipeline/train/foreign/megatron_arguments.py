@@ -117,7 +117,7 @@ def read_model(source: ArgumentSource) -> Json:
 
 def _positions(source: ArgumentSource) -> Json:
     kind = source.get("position_embedding_type", "learned_absolute")
-    share, interleaved = source.number("rotary_percent", 1.0), source.flag("rotary_interleaved", False)
+    share = source.number("rotary_percent", 1.0)
     base, scaled = source.number("rotary_base", 10000), source.flag("use_rope_scaling", False)
     factor = source.number("rope_scaling_factor", 8.0)
     source.must_be("rotary_seq_len_interpolation_factor", (None, 1), None)
@@ -127,7 +127,6 @@ def _positions(source: ArgumentSource) -> Json:
         return {"positions": "none"}
     if kind != "rope":
         source.refuse("position_embedding_type", kind, "only rope, learned_absolute and none are supported")
-    del interleaved  # the order of rows, see `megatron_family`
     scaling = {"type": "llama3", "factor": factor, "original_max_positions": 8192}
     return {
         "positions": "rope",

@@ -393,7 +393,7 @@ def test_files_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(program: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     values = {**os.environ, **(environment or {})}
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=values, timeout=60)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=values, timeout=300)
 
 
 def test_after_a_fork_there_is_an_error_and_no_hang(server: Web) -> None:
