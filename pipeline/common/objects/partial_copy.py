@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 import tempfile
@@ -14,7 +13,7 @@ from concurrent.futures import Future
 from typing import IO, TYPE_CHECKING
 
 from pipeline.common.objects.stored import StoredObject
-from pipeline.common.objects.stream import reading_pool
+from pipeline.common.objects.stream import ObjectFile, reading_pool
 from pipeline.common.storage import naming
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ _LEAST_BYTES = 2**16
 """Bytes that are fetched where fewer are read."""
 
 
-class PartialCopy(io.RawIOBase):
+class PartialCopy(ObjectFile):
     """An object as a file of which the parts that were read lie on this machine, each fetched once.
 
     Args:
@@ -32,32 +31,13 @@ class PartialCopy(io.RawIOBase):
     """
 
     def __init__(self, stored: StoredObject) -> None:
-        self._stored = stored
-        self._at = 0
+        super().__init__(stored)
         self._abandoned = threading.Event()
         self._there: list[tuple[int, int]] = []
         """Ranges that were fetched, in order, none touching another."""
         with naming(tempfile.gettempdir()):
             self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed with this one)
             os.ftruncate(self._file.fileno(), stored.size)
-
-    def readable(self) -> bool:
-        """It can be read."""
-        return True
-
-    def seekable(self) -> bool:
-        """It has places."""
-        return True
-
-    def tell(self) -> int:
-        """The place of the next byte."""
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place."""
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._stored.size}[whence]
-        self._at = max(0, base + offset)
-        return self._at
 
     def size(self) -> int:
         """Bytes of the object."""

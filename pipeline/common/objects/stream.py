@@ -40,47 +40,16 @@ class _Ahead(NamedTuple):
     data: Future[bytes]
 
 
-class ObjectStream(io.RawIOBase):
-    """An object as a file for reading.
-
-    Requests grow while it is read on, up to `concurrency` of `request_bytes`; a seek to another place begins anew.
+class ObjectFile(io.RawIOBase):
+    """An object as a file for reading, with a place in it. How bytes come is a subclass's.
 
     Args:
         stored: the object.
-        stop: about where reading will end; ranges behind it are not asked for ahead.
-        keeps: whether what was read is kept, so that it is read again from there. `keep_from` says what may go.
-        small: most bytes of a request, for a look at one place.
     """
 
-    def __init__(
-        self, stored: StoredObject, stop: int | None = None, *, keeps: bool = False, small: int | None = None
-    ) -> None:
+    def __init__(self, stored: StoredObject) -> None:
         self._stored = stored
-        self._stop = stored.size if stop is None else min(stop, stored.size)
-        self._largest = min(small or 2**62, stored.access.request_bytes)
-        self._width = 1 if small else stored.access.concurrency
-        self._abandoned = threading.Event()
-        self._ahead: deque[_Ahead] = deque()
-        self._data = memoryview(b"")
-        self._data_at = 0
         self._at = 0
-        self._kept = _Kept() if keeps else None
-        self._restart(0)
-
-    def _restart(self, at: int) -> None:
-        """Forget what was asked for, and begin at another place."""
-        self._cancel()
-        self._data, self._data_at = memoryview(b""), at
-        self._next = at
-        self._size = min(_FIRST_BYTES, self._largest)
-        self._open = 1
-
-    def _cancel(self) -> None:
-        self._abandoned.set()
-        for each in self._ahead:
-            each.data.cancel()
-        self._ahead.clear()
-        self._abandoned = threading.Event()
 
     def readable(self) -> bool:
         """It can be read."""
@@ -99,6 +68,48 @@ class ObjectStream(io.RawIOBase):
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._stored.size}[whence]
         self._at = max(0, base + offset)
         return self._at
+
+
+class ObjectStream(ObjectFile):
+    """An object as a file for reading.
+
+    Requests grow while it is read on, up to `concurrency` of `request_bytes`; a seek to another place begins anew.
+
+    Args:
+        stored: the object.
+        stop: about where reading will end; ranges behind it are not asked for ahead.
+        keeps: whether what was read is kept, so that it is read again from there. `keep_from` says what may go.
+        small: most bytes of a request, for a look at one place.
+    """
+
+    def __init__(
+        self, stored: StoredObject, stop: int | None = None, *, keeps: bool = False, small: int | None = None
+    ) -> None:
+        super().__init__(stored)
+        self._stop = stored.size if stop is None else min(stop, stored.size)
+        self._largest = min(small or 2**62, stored.access.request_bytes)
+        self._width = 1 if small else stored.access.concurrency
+        self._abandoned = threading.Event()
+        self._ahead: deque[_Ahead] = deque()
+        self._data = memoryview(b"")
+        self._data_at = 0
+        self._kept = _Kept() if keeps else None
+        self._restart(0)
+
+    def _restart(self, at: int) -> None:
+        """Forget what was asked for, and begin at another place."""
+        self._cancel()
+        self._data, self._data_at = memoryview(b""), at
+        self._next = at
+        self._size = min(_FIRST_BYTES, self._largest)
+        self._open = 1
+
+    def _cancel(self) -> None:
+        self._abandoned.set()
+        for each in self._ahead:
+            each.data.cancel()
+        self._ahead.clear()
+        self._abandoned = threading.Event()
 
     def keep_from(self, at: int) -> None:
         """Keep what was and is read from a place on, and nothing before it."""
