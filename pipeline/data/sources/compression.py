@@ -212,8 +212,7 @@ class Decompressed(io.RawIOBase):
                             held = None
                 return held, given, None
             except StreamError as error:
-                # The same bytes once more: it is the object that is damaged, and not the way from the store.
-                if (now := self._kept_hash()) != before and self._fetched_again(start):
+                if (now := self._fetched_anew(start, before)) is not None:
                     before = now
                     continue
                 if self._salvage is None or not error.is_cut:
@@ -228,20 +227,25 @@ class Decompressed(io.RawIOBase):
             try:
                 return self._find_member()
             except StreamError:
-                if (now := self._kept_hash()) == before or not self._fetched_again(at):
+                if (now := self._fetched_anew(at, before)) is None:
                     raise
                 before = now
 
-    def _kept_hash(self) -> str | None:
-        """Hash of the bytes of an object that were read for a member, if it is one."""
-        return None if self._object is None else self._object.kept_hash()
+    def _fetched_anew(self, at: int, before: str | None) -> str | None:
+        """Go back to a byte of an object and fetch it anew: the way from the store may have damaged it.
 
-    def _fetched_again(self, at: int) -> bool:
-        """Go back to a byte of an object and fetch it anew: the way from the store may have damaged it."""
-        if self._object is None or not self._object.fetch_again(at):
-            return False
+        Args:
+            at: place of the byte.
+            before: hash of the bytes that came the last time. The same ones again are those of the object.
+
+        Returns:
+            Hash of the bytes that were read from there; None if they are not fetched anew.
+        """
+        now = None if self._object is None else self._object.kept_hash()
+        if self._object is None or now == before or not self._object.fetch_again(at):
+            return None
         self._input.seek(at)
-        return True
+        return now
 
     def _salvaged(self, cut: StreamError, given: int) -> StreamError:
         detail = f"{cut.detail}; {given:,} bytes of text before the break are used without a checksum"
