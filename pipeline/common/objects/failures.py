@@ -24,9 +24,13 @@ Kind = Literal[
     "passing",
 ]
 """`passing`: the same request may succeed later."""
-Action = Literal["list", "read"]
+Action = Literal["list", "read", "write", "delete"]
+_DONE: dict[Action, str] = {"list": "listed", "read": "read", "write": "written", "delete": "removed"}
 _STATUS = re.compile(r"status code: (\d{3})")
-_CODE = re.compile(r"<Code>\s*([A-Za-z0-9]{1,64})\s*</Code>|\"(?:code|reason)\"\s*:\s*\"([A-Za-z0-9]{1,64})\"")
+_CODE = re.compile(
+    r"\(code: ([A-Za-z0-9]{1,64})\)|<Code>\s*([A-Za-z0-9]{1,64})\s*</Code>"
+    r"|\"(?:code|reason)\"\s*:\s*\"([A-Za-z0-9]{1,64})\""
+)
 _EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"})
 _SKEWED = frozenset({"RequestTimeTooSkewed"})
 _WRONG = frozenset(
@@ -44,9 +48,24 @@ _METADATA = ("//169.254.169.254/", "//169.254.170.2/", "//metadata.google.intern
 """Addresses at which machines of a cloud find their role: asked where the environment has no credentials."""
 _PASSING = frozenset({"SlowDown", "RequestTimeout", "InternalError", "ServiceUnavailable", "ServerBusy", "Throttling"})
 _PERMISSIONS: dict[str, dict[Action, str]] = {
-    "s3": {"list": "s3:ListBucket", "read": "s3:GetObject"},
-    "gs": {"list": "storage.objects.list", "read": "storage.objects.get"},
-    "az": {"list": "Storage Blob Data Reader", "read": "Storage Blob Data Reader"},
+    "s3": {
+        "list": "s3:ListBucket",
+        "read": "s3:GetObject",
+        "write": "s3:PutObject",
+        "delete": "s3:DeleteObject",
+    },
+    "gs": {
+        "list": "storage.objects.list",
+        "read": "storage.objects.get",
+        "write": "storage.objects.create",
+        "delete": "storage.objects.delete",
+    },
+    "az": {
+        "list": "Storage Blob Data Reader",
+        "read": "Storage Blob Data Reader",
+        "write": "Storage Blob Data Contributor",
+        "delete": "Storage Blob Data Contributor",
+    },
 }
 _VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN, or the role of the machine",
@@ -85,16 +104,21 @@ def kind_of(error: BaseException) -> tuple[Kind, str]:
         ("refused", _EMPTY_FOLDER in text),
         ("expired", code in _EXPIRED),
         ("clock", code in _SKEWED),
-        ("passing", code in _PASSING or isinstance(error, Truncated)),
+        ("passing", code in _PASSING or is_taken(error) or isinstance(error, Truncated)),
         ("changed", number == 412 or name == "PreconditionError"),
         ("missing", number in (404, 410) or isinstance(error, FileNotFoundError)),
         ("unauthenticated", number == 401 or code in _WRONG or name == "UnauthenticatedError"),
-        ("denied", number == 403 or name == "PermissionDeniedError"),
+        ("denied", number == 403 or code == "AccessDenied" or name == "PermissionDeniedError"),
         ("no range", number == 416 or name == "NotSupportedError" or (not number and "Invalid range" in text)),
         ("refused", 300 <= number < 500 and number not in (408, 425, 429)),
         ("refused", name in ("InvalidPathError", "UnknownConfigurationKeyError", "JoinError")),
     )
     return next((kind for kind, holds in kinds if holds), "passing"), shown
+
+
+def is_taken(error: BaseException) -> bool:
+    """Tell whether a store says that there is such an object already, or that another writer is at it."""
+    return type(error).__name__ == "AlreadyExistsError"
 
 
 def failure(error: BaseException, url: ObjectUrl, action: Action, attempts: int = 1) -> UserError:
@@ -107,7 +131,7 @@ def failure(error: BaseException, url: ObjectUrl, action: Action, attempts: int 
         attempts: requests that came to nothing.
     """
     kind, code = kind_of(error)
-    what = f"{url} cannot be {'listed' if action == 'list' else 'read'}"
+    what = f"{url} cannot be {_DONE[action]}"
     server = f" ({code})" if code else ""
     permission = _PERMISSIONS.get(url.scheme, {}).get(action)
     if kind == "missing":

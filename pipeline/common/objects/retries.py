@@ -27,17 +27,19 @@ class Abandoned(Exception):
 
 @dataclass
 class RequestCounts:
-    """Counts of requests of this process."""
+    """Counts of requests of this process, and of bytes that came (`bytes`) and were sent (`written`)."""
 
     sent: int = 0
     failed: int = 0
     bytes: int = 0
+    written: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def count(self, *, sent: int = 0, failed: int = 0, bytes: int = 0) -> None:
+    def count(self, *, sent: int = 0, failed: int = 0, bytes: int = 0, written: int = 0) -> None:
         """Add to the counts."""
         with self.lock:
-            self.sent, self.failed, self.bytes = self.sent + sent, self.failed + failed, self.bytes + bytes
+            self.sent, self.failed = self.sent + sent, self.failed + failed
+            self.bytes, self.written = self.bytes + bytes, self.written + written
 
 
 COUNTS = RequestCounts()
@@ -79,7 +81,7 @@ def retrying(
         attempts += 1
         try:
             return request()
-        except UserError:
+        except (UserError, Abandoned, TypeError):
             raise
         except Exception as error:
             COUNTS.count(failed=1)

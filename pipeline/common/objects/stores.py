@@ -19,6 +19,8 @@ from pipeline.common.objects.urls import ObjectUrl, dataset_of
 _WHOLE_REQUEST = timedelta(hours=1)
 """Bound of a request with its body; what holds is the time without a byte."""
 _CONNECT = timedelta(seconds=5)
+_PIECE_RETRIES = 8
+"""Times that the library sends a piece of an upload again: an upload that fails as a whole begins anew."""
 
 
 class _Stores:
@@ -26,7 +28,7 @@ class _Stores:
 
     owner: int | None = None
     """Process that uses the library. A fork does not copy its threads, and the copy would wait for them for ever."""
-    opened: ClassVar[dict[tuple[str, str, RemoteAccess], Any]] = {}
+    opened: ClassVar[dict[tuple[str, str, RemoteAccess, bool], Any]] = {}
     lock = threading.Lock()
 
 
@@ -55,8 +57,10 @@ def was_used() -> bool:
     return _Stores.owner is not None
 
 
-def open_store(url: ObjectUrl, access: RemoteAccess) -> Any:
+def open_store(url: ObjectUrl, access: RemoteAccess, *, writes: bool = False) -> Any:
     """The store that an object is in. Each is opened once.
+
+    A store for writing sends checksums along, and pieces of an upload again.
 
     Credentials come from the environment, or the role of the machine: nothing of them is in the settings.
 
@@ -64,27 +68,29 @@ def open_store(url: ObjectUrl, access: RemoteAccess) -> Any:
         UserError: the library is missing, or there are credentials that it cannot read.
     """
     load_obstore()
-    key = (url.scheme, url.place, access)
+    key = (url.scheme, url.place, access, writes)
     with _Stores.lock:
         if key not in _Stores.opened:
-            _Stores.opened[key] = _open(url, access)
+            _Stores.opened[key] = _open(url, access, writes)
         return _Stores.opened[key]
 
 
 def forget_store(url: ObjectUrl, access: RemoteAccess) -> None:
     """Open the store of an object anew when it is asked for next, with the credentials that there are then."""
     with _Stores.lock:
-        _Stores.opened.pop((url.scheme, url.place, access), None)
+        for writes in (False, True):
+            _Stores.opened.pop((url.scheme, url.place, access, writes), None)
 
 
 def use_store(url: ObjectUrl, access: RemoteAccess, store: Any) -> None:
     """Let a store that is open already be that of an object, such as one in memory."""
     load_obstore()
     with _Stores.lock:
-        _Stores.opened[url.scheme, url.place, access] = store
+        for writes in (False, True):
+            _Stores.opened[url.scheme, url.place, access, writes] = store
 
 
-def _open(url: ObjectUrl, access: RemoteAccess) -> Any:
+def _open(url: ObjectUrl, access: RemoteAccess, writes: bool) -> Any:
     from obstore import store
 
     options: dict[str, Any] = {
@@ -94,9 +100,11 @@ def _open(url: ObjectUrl, access: RemoteAccess) -> Any:
             "read_timeout": timedelta(seconds=access.read_timeout_s),
         },
         # Our own attempts are counted, and continue at the byte that came.
-        "retry_config": {"max_retries": 0, "retry_timeout": _WHOLE_REQUEST},
+        "retry_config": {"max_retries": _PIECE_RETRIES if writes else 0, "retry_timeout": _WHOLE_REQUEST},
     }
     if url.scheme == "s3":
+        if writes:
+            options["checksum_algorithm"] = "SHA256"
         return _open_s3(url, access, options)
     if url.is_pinned:
         return _open_hub(url, access, options)

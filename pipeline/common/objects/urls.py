@@ -47,6 +47,10 @@ class ObjectUrl:
         """Another object in the same place."""
         return ObjectUrl(self.scheme, self.place, key)
 
+    def below(self, name: str) -> ObjectUrl:
+        """An object below this one as a folder."""
+        return self.with_key(f"{self.key}/{name}")
+
     def __str__(self) -> str:
         is_literal = self.is_listable or self.is_pinned
         key = self.key if is_literal else quote(self.key, safe="/:@!$&'()*+,;=~[]")
@@ -91,6 +95,18 @@ def parse_url(text: str) -> ObjectUrl:
         key = unquote(key)
     _check_folders(key, shown)
     return ObjectUrl(scheme, place, key)  # type: ignore[arg-type]  # one of the schemes
+
+
+def parse_folder(text: str) -> ObjectUrl:
+    """The URL of a folder in a bucket, with or without a slash at its end.
+
+    Raises:
+        UserError: as `parse_url`; or it is none that can be listed.
+    """
+    url = parse_url(text.rstrip("/"))
+    if not url.is_listable:
+        raise UserError(f"{masked(text)} is not a folder in a bucket: it must begin with s3://, gs:// or az://")
+    return url
 
 
 def _parse_hub(text: str, shown: str) -> ObjectUrl:

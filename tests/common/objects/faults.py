@@ -21,6 +21,7 @@ class Faults:
     Attributes:
         mode: of the faults.
         rate: share of the answers to requests of objects that have one.
+        methods: of the requests that may have a fault; a reset write is done, and its answer lost.
         replace: called once, after so many requests as `after` says, in the mode `replace`.
         requests: first lines of requests.
         faults: answers that had a fault.
@@ -31,6 +32,7 @@ class Faults:
         self.target = target
         self.mode: Mode = mode
         self.rate = rate
+        self.methods: tuple[str, ...] = ("GET",)
         self.replace: Callable[[], None] = lambda: None
         self.after = 0
         self.requests: list[str] = []
@@ -45,7 +47,7 @@ class Faults:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection."""
-        with suppress(ConnectionError, asyncio.IncompleteReadError):
+        with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while head := await _head(reader):
                 if not await self._request(head, reader, writer):
                     break
@@ -58,7 +60,7 @@ class Faults:
         self.requests.append(line)
         if self.mode == "replace" and len(self.requests) == self.after:
             self.replace()
-        is_object = line.startswith("GET") and "list-type" not in line
+        is_object = line.startswith(self.methods) and "list-type" not in line
         bad = is_object and self.mode not in ("none", "replace", "slow") and self._random.random() < self.rate
         self.faults += bad
         if bad and self.mode in ("500", "503", "expired"):
@@ -130,9 +132,9 @@ def faults(target: int, mode: Mode = "none", rate: float = 0.05) -> Iterator[Fau
         ready.set()
         loop.run_forever()
         server.close()
-        for task in asyncio.all_tasks(loop):
+        for task in (tasks := asyncio.all_tasks(loop)):
             task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.close()
 
     thread = threading.Thread(target=run, daemon=True)
