@@ -17,6 +17,7 @@ _ROOTS = {
     "pipeline/config/starter.py: write_new": "a file that the user names, in a new folder",
     "pipeline/data/datasets/adopt.py: run": "--to of the command, which a person starts",
     "pipeline/data/datasets/merge.py: _output_paths": "the prefix that a person gives",
+    "pipeline/data/datasets/remote/pull.py: _make_folders": "the folder of the command, which a person starts",
     "pipeline/data/preprocess/run_tokenizer.py: _copied": "the cache of the user",
     "pipeline/data/tokenization/engine_check.py: prove": "the cache of the user",
     "pipeline/data/work/document_files.py: claim_folder": "the folder of an export, which a person names",

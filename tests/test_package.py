@@ -199,7 +199,7 @@ def test_the_first_run_on_own_text(installed: Path, tmp_path: Path) -> None:
     assert "60" in run(installed, "pipeline", "preprocess", "mine/run.yaml", "--dry-run", cwd=folder)
     small = ["tokenizer.train.vocab_size=300", "model.layers=1", "model.dim=32", "model.heads=2", "model.ffn_dim=64"]
     small += ["train.sequence_length=32", "train.schedule.warmup=1 steps", "generate.max_tokens=5"]
-    small += ["train.checkpoint.every_steps=2", "data.splits.heldout=5 documents"]
+    small += ["train.checkpoint.every_steps=2", "data.splits.heldout=5 documents", "resume.allow=[schedule]"]
     run(installed, "pipeline", "train", "mine/run.yaml", *small, "train.duration=2 steps", cwd=folder, code=2)
     run(installed, "pipeline", "run", "mine/run.yaml", *small, "train.duration=2 steps", cwd=folder)
     said = run(installed, "pipeline", "run", "mine/run.yaml", *small, "train.duration=4 steps", cwd=folder)

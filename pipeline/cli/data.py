@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -12,11 +12,21 @@ from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, shard_bytes
 from pipeline.common.console import Console, echo
 from pipeline.common.errors import EXIT_OTHER
 
+if TYPE_CHECKING:
+    from pipeline.common.objects.access import RemoteAccess
+
 data_app = typer.Typer(
     no_args_is_help=True,
-    help="Datasets: inspect, verify, convert. Runs: review their data (plan), trace it (where, when, losses, why).",
+    help="Datasets: inspect, verify, convert, push and pull. Runs: review their data (plan), trace it (where, when, "
+    "losses, why).",
 )
 
+Endpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL", help="A server that speaks the protocol of S3; default: AWS_ENDPOINT_URL.", show_default=False
+    ),
+]
 Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files if they are stored nowhere else.")]
 
 
@@ -72,6 +82,44 @@ def data_pack(
     from pipeline.data.packing.command import pack
 
     pack(dataset, length, workers=workers, dry_run=dry_run, console=Console())
+
+
+@data_app.command("push")
+def data_push(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
+    url: Annotated[str, typer.Argument(metavar="URL", help="Where to: s3://, gs:// or az://BUCKET/FOLDER.")],
+    endpoint: Endpoint = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what there is to send.")] = False,
+) -> None:
+    """Write datasets to object storage, with their packs. Repeated, it sends what is missing."""
+    from pipeline.common.objects.urls import parse_folder
+    from pipeline.data.datasets.remote.push import push
+
+    push(folder, parse_folder(url), _access(endpoint), Console(), dry_run=dry_run)
+
+
+@data_app.command("pull")
+def data_pull(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A dataset that was pushed, or a folder of several.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the dataset, or for all of them.")],
+    endpoint: Endpoint = None,
+    anonymous: Annotated[
+        bool, typer.Option("--anonymous", help="Read without credentials, from a public bucket.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what there is to fetch.")] = False,
+) -> None:
+    """Write datasets of object storage to a disk. Repeated, it fetches what is missing."""
+    from pipeline.common.objects.urls import parse_folder
+    from pipeline.data.datasets.remote.pull import pull
+
+    pull(parse_folder(url), folder, _access(endpoint, anonymous), Console(), dry_run=dry_run)
+
+
+def _access(endpoint: str | None, anonymous: bool = False) -> RemoteAccess:
+    from pipeline.common.objects.access import RemoteAccess
+    from pipeline.common.objects.urls import check_endpoint
+
+    return RemoteAccess(endpoint=None if endpoint is None else check_endpoint(endpoint), anonymous=anonymous)
 
 
 @data_app.command("export")

@@ -17,6 +17,7 @@ import signal
 import sys
 import termios
 import textwrap
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -285,12 +286,13 @@ def progress(console: rich.console.Console, label: str, total: int) -> Iterator[
 @contextmanager
 def byte_progress(console: rich.console.Console, label: str, size: int) -> Iterator[Callable[[int], None]]:
     """A progress bar in megabytes; yields a function that advances it by a number of bytes."""
-    done = 0
+    done, lock = 0, threading.Lock()
     with progress(console, f"{label} (MB)", max(1, size // _MB)) as advance:
 
         def advance_bytes(count: int) -> None:
             nonlocal done
-            advance((done + count) // _MB - done // _MB)
-            done += count
+            with lock:
+                advance((done + count) // _MB - done // _MB)
+                done += count
 
         yield advance_bytes

@@ -213,6 +213,20 @@ def create_object(url: ObjectUrl, data: bytes, access: RemoteAccess) -> bytes:
     return retrying(request, url, "write", access, renew=partial(forget_store, url, access))
 
 
+def put_object(url: ObjectUrl, data: bytes, access: RemoteAccess) -> None:
+    """Write a small object, over one that is there. All who write it have the same data.
+
+    Raises:
+        UserError: it cannot be written; the message says what can be done.
+    """
+
+    def request() -> None:
+        load_obstore().put(open_store(url, access, writes=True), url.key, data, use_multipart=False)
+        COUNTS.count(written=len(data))
+
+    retrying(request, url, "write", access, renew=partial(forget_store, url, access))
+
+
 def replace_object(url: ObjectUrl, data: bytes, access: RemoteAccess, version: str) -> StoredObject | None:
     """Write a small object in the place of a version of it.
 
