@@ -84,7 +84,7 @@ words: install-dev
 
 docs: install-dev
 	@$(BIN)/python -m pipeline.config.reference docs/config.md
-	@$(BIN)/python -m pipeline.train.doc_tables docs/model.md docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md docs/objectives.md docs/curation-rules.md
+	@$(BIN)/python -m pipeline.train.doc_tables docs/model.md docs/parallelism.md docs/checkpoints.md docs/slurm.md docs/huggingface.md docs/objectives.md docs/curation-rules.md docs/coming-from/megatron-lm.md docs/coming-from/torchtitan.md docs/coming-from/olmo-core.md docs/coming-from/nanotron-llm-foundry.md docs/coming-from/nemo.md
 
 # Without what the last call left: a page that was removed would still be in it.
 SPHINX := $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --fresh-env -c docs/sphinx -d build/doctrees

@@ -160,3 +160,26 @@ def from_megatron(
         console=console,
     )
     say(console, done)
+
+
+@convert_app.command("config")
+def config(
+    given: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE_OR_ARGS",
+            help="File of its settings; of Megatron-LM also a script, a checkpoint, or the arguments behind `--`.",
+        ),
+    ],
+    suite: Annotated[
+        Literal["megatron", "nemo", "torchtitan", "nanotron", "olmo"], typer.Option("--from", help="The other suite.")
+    ],
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="RUN.yaml", help="Run file to write; default: print it.", show_default=False),
+    ] = None,
+) -> None:
+    """Translate the settings of a run of another suite to a run file; every setting is accounted for."""
+    from pipeline.train.foreign.settings.translate import convert_config
+
+    convert_config(suite, given, to)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from pipeline.common.format import table, with_tables
 from pipeline.common.storage import put
@@ -13,6 +14,7 @@ from pipeline.config.slurm import ResourcesConfig, SiteConfig
 from pipeline.data.curate.rules.doc_table import tables as curation
 from pipeline.data.loading.objectives.pictures import pictures
 from pipeline.train.feature_table import features
+from pipeline.train.foreign.settings.rows import SuiteName, read_suite
 from pipeline.train.huggingface.names import LAYER, Names, TensorRule
 from pipeline.train.huggingface.registry import FAMILIES
 from pipeline.train.model.tensor_names import EXPERT
@@ -145,6 +147,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "schedules": schedules(),
         "tested": tested(),
     },
+    **{read_suite(name).page: read_suite(name).written for name in get_args(SuiteName)},
     "model.md": lambda: {"features": features()},
     "objectives.md": pictures,
     "curation-rules.md": curation,
