@@ -189,6 +189,14 @@ def data_adopt(
     append_eod: Annotated[
         bool, typer.Option("--append-eod", help="Copy the files, adding missing end-of-document tokens.")
     ] = False,
+    leave_out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.npy",
+            help="Copy the file without the documents with these numbers (`pipeline data position` writes such files).",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Make a dataset of .bin/.idx files of Megatron-LM, NeMo or GPT-NeoX, checked and without a second copy."""
     from pipeline.data.datasets.adopt import adopt
@@ -203,9 +211,43 @@ def data_adopt(
             split=split,
             link=link,
             append_eod=append_eod,
+            leave_out=leave_out,
             console=Console(),
         )
     )
+
+
+@data_app.command("position")
+def data_position(
+    cache: Annotated[
+        Path,
+        typer.Argument(metavar="CACHE", help="Folder of the indices of a run of Megatron-LM (--data-cache-path)."),
+    ],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder to create, for lists of documents.")],
+    consumed: Annotated[
+        int | None, typer.Option(help="Samples that the run has read.", min=0, show_default=False)
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Its checkpoints, which say that number, too.", show_default=False),
+    ] = None,
+    of: Annotated[str | None, typer.Option(help="Beginning of the name of the blend, where there are several.")] = None,
+    keep_cut: Annotated[
+        bool, typer.Option("--keep-cut", help="Read documents again of which only a part was read.")
+    ] = False,
+) -> None:
+    """List the documents that a run of Megatron-LM has read, so that training here does not read them again."""
+    from pipeline.common.errors import UserError
+    from pipeline.data.datasets.position_command import write_position
+
+    if (consumed is None) == (checkpoint is None):
+        raise UserError("give one of --consumed and --checkpoint: how many samples the run has read")
+    if checkpoint is not None:
+        from pipeline.train.foreign.convert import consumed_samples
+
+        consumed = consumed_samples(checkpoint)
+    assert consumed is not None
+    write_position(cache, consumed, to, of=of, keep_cut=keep_cut)
 
 
 @data_app.command("plan")

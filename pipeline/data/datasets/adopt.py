@@ -6,11 +6,13 @@ import errno
 import glob
 import os
 import re
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from pydantic import ValidationError
 
@@ -32,6 +34,7 @@ from pipeline.data.datasets.foreign import (
     write_index,
 )
 from pipeline.data.datasets.indexed import PROVENANCE, HashedFile, IndexedPart, part_files, part_prefix
+from pipeline.data.datasets.left_out import read_left_out, write_without
 from pipeline.data.datasets.manifest import (
     CODE_VERSION,
     PART,
@@ -42,10 +45,12 @@ from pipeline.data.datasets.manifest import (
     write_dataset,
 )
 from pipeline.data.datasets.merge import StreamedIndex, check_space
+from pipeline.data.datasets.verify import index_is_sound
 from pipeline.data.datasets.weights import WEIGHT, weights_file, weights_problem, write_weights
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 
-Link = Literal["symlink", "hardlink", "copy"]
+Link = Literal["symlink", "hardlink", "copy", "move"]
+"""How a dataset gets files; those that were made for it are moved."""
 _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
@@ -114,6 +119,7 @@ def adopt(
     source: str | None = None,
     link: Link = "symlink",
     append_eod: bool = False,
+    leave_out: Path | None = None,
     console: Console | None = None,
 ) -> AdoptReport:
     """Make FOLDER/SPLIT a dataset of foreign files, a part each, in the order given. They are read once to check them.
@@ -131,6 +137,7 @@ def adopt(
         source: name of the source in the manifest; by default that of the folder.
         link: how the parts refer to the files: by symbolic links, hard links, or as copies.
         append_eod: write copies in which documents that do not end with `end_of_document` do.
+        leave_out: file of `numpy.save` with numbers of documents of the only prefix: a copy without them is written.
         console: for the progress bar.
 
     Raises:
@@ -143,10 +150,24 @@ def adopt(
         raise UserError(f"--split: {split!r} is not a valid name of a split; use letters, digits, - and _")
     _check_folder(folder, split, opened)
     files = _open_all(prefixes)
-    has_weights = _have_weights(files)
+    if leave_out is not None:
+        return _adopt_without(leave_out, files, folder / split, opened, append_eod, source, console or Console())
+    adoption = _Adoption(folder / split, opened, link, append_eod, _have_weights(files))
+    return _checked(adoption, files, opened, append_eod, source, console or Console())
+
+
+def _checked(
+    adoption: _Adoption,
+    files: list[tuple[str, IndexedPart]],
+    opened: Tokenizer,
+    append_eod: bool,
+    source: str | None,
+    console: Console,
+) -> AdoptReport:
+    """Check files, and make a dataset of them."""
     token_bytes = bytes_of_tokens(opened)
     size = sum(part.bin_path.stat().st_size for _, part in files)
-    with byte_progress(console or Console(), "check", size) as advance:
+    with byte_progress(console, "check", size) as advance:
         found = [scan(part, opened, token_bytes, advance) for _, part in files]
     if not append_eod:
         _check_ends(files, found, opened)
@@ -155,7 +176,36 @@ def adopt(
             f"--append-eod: {opened.end_of_document_token!r} (id {opened.end_of_document}) does not fit into the "
             f"{files[0][1].dtype.name} of {files[0][1].bin_path}"
         )
-    return _Adoption(folder / split, opened, link, append_eod, has_weights).run(files, found, source or folder.name)
+    return adoption.run(files, found, source or adoption.final.parent.name)
+
+
+def _adopt_without(
+    leave_out: Path,
+    files: list[tuple[str, IndexedPart]],
+    final: Path,
+    opened: Tokenizer,
+    append_eod: bool,
+    source: str | None,
+    console: Console,
+) -> AdoptReport:
+    """Adopt a copy of files that lacks some documents. It is made beside the folder of the source, and moved there."""
+    if len(files) > 1:
+        raise UserError(f"--leave-out: its numbers are of the documents of one file, and there are {len(files)}")
+    (name, part), has_weights = files[0], _have_weights(files)
+    if not index_is_sound(part, shortest=0):
+        raise UserError(f"{part.idx_path} is damaged: lengths, offsets and document bounds do not agree")
+    left_out = read_left_out(leave_out, part)
+    beside = next(folder for folder in final.parents if folder.is_dir())
+    check_space(beside, part.tokens * part.dtype.itemsize + 20 * part.documents)
+    with tempfile.TemporaryDirectory(prefix=".adopt-", dir=beside) as place:
+        prefix = Path(place, "kept")
+        with byte_progress(console, "copy", part.tokens * part.dtype.itemsize) as advance:
+            kept = write_without(part, left_out, prefix, advance)
+        if has_weights:
+            weights = np.fromfile(weights_file(part.bin_path.with_suffix("")), WEIGHT)
+            weights[kept].tofile(weights_file(prefix))
+        adoption = _Adoption(final, opened, "move", append_eod, has_weights, kept)
+        return _checked(adoption, [(name, IndexedPart(prefix))], opened, append_eod, source, console)
 
 
 def _load_tokenizer(path: Path, end_of_document: str, special_tokens: list[str]) -> Tokenizer:
@@ -277,28 +327,43 @@ def _check_ends(files: list[tuple[str, IndexedPart]], found: list[Scan], tokeniz
 class _Adoption:
     """Writes a dataset into a folder with a temporary name, which gets its final one when everything is there."""
 
-    def __init__(self, final: Path, tokenizer: Tokenizer, link: Link, append_eod: bool, has_weights: bool) -> None:
-        self._final = final
+    def __init__(
+        self,
+        final: Path,
+        tokenizer: Tokenizer,
+        link: Link,
+        append_eod: bool,
+        has_weights: bool,
+        kept: npt.NDArray[np.int64] | None = None,
+    ) -> None:
+        self.final = final
+        self._kept = kept
+        """Numbers that the documents have in the file that they were taken from."""
         self._tokenizer = tokenizer
         self._link = link
         self._append_eod = append_eod
         self._has_weights = has_weights
 
     def run(self, files: list[tuple[str, IndexedPart]], found: list[Scan], source: str) -> AdoptReport:
-        folder = self._final.parent
+        folder = self.final.parent
         folder.mkdir(parents=True, exist_ok=True)
-        _remove_stale(self._final)
+        _remove_stale(self.final)
         check_space(folder, sum(self._bytes(part, one) for (_, part), one in zip(files, found, strict=True)))
-        tmp = storage.temporary(self._final)
+        tmp = storage.temporary(self.final)
         table = np.zeros(len(files), WEIGHTED_PART if self._has_weights else PART)
         settings: dict[str, Any] = {"adopted": [name for name, _ in files], "append_eod": self._append_eod}
+        if self._kept is not None:
+            settings["kept"] = {
+                "documents": len(self._kept),
+                "numbers": xxhash.xxh3_128_hexdigest(self._kept.tobytes()),
+            }
         inputs = [[one.bin_hash, one.documents, one.sequences] for one in found]
         if self._has_weights:
             settings[WEIGHT_KEY] = "weight"
             inputs += [[file_hash(weights_file(part.bin_path.with_suffix("")))] for _, part in files]
         about = {
             "source": source,
-            "split": self._final.name,
+            "split": self.final.name,
             "text_bytes": sum(one.text_bytes for one in found),
             "unknown_tokens": sum(one.unknown_tokens for one in found),
             "dtype": files[0][1].dtype.name,
@@ -308,20 +373,20 @@ class _Adoption:
             "code_version": CODE_VERSION,
         }
         try:
-            with storage.naming(self._final):
+            with storage.naming(self.final):
                 links.make_folder(tmp)
                 for number, ((name, part), one) in enumerate(zip(files, found, strict=True)):
                     prefix = part_prefix(tmp, number)
                     storage.make_below(tmp, prefix.parent)
                     table[number] = self._part(prefix, number, name, part, one)
                 manifest, _ = write_dataset(tmp, table, self._tokenizer, about)
-                storage.commit(tmp, self._final)
+                storage.commit(tmp, self.final)
         except BaseException:
             links.remove_tree(tmp, ignore_errors=True)
             raise
         return AdoptReport(
             folder,
-            self._final.name,
+            self.final.name,
             manifest,
             copied=sum(self._copies(one) for one in found),
             dropped=sum(part.documents - one.documents for (_, part), one in zip(files, found, strict=True)),
@@ -337,12 +402,12 @@ class _Adoption:
         return self._append_eod and one.closed < one.documents
 
     def _copies(self, one: Scan) -> bool:
-        return self._link == "copy" or self._is_open(one)
+        return self._link in ("copy", "move") or self._is_open(one)
 
     def _bytes(self, part: IndexedPart, one: Scan) -> int:
         """Bytes of a part on disk, links not counted."""
         size = (PROVENANCE.itemsize + WEIGHT.itemsize * self._has_weights) * one.documents
-        if self._copies(one):
+        if self._link == "copy" or self._is_open(one):
             size += (part.tokens + one.documents) * part.dtype.itemsize
         return size + StreamedIndex.file_size(one.sequences, one.documents)
 
@@ -367,8 +432,9 @@ class _Adoption:
             for rows in rows_with_tokens(part):
                 records = np.zeros(len(rows), PROVENANCE)
                 records["unit"] = number
-                records["row"] = rows
-                records["id_hash"] = [xxhash.xxh3_64_intdigest(f"{name}#{row}".encode()) for row in rows.tolist()]
+                there = rows if self._kept is None else self._kept[rows]
+                records["row"] = there
+                records["id_hash"] = [xxhash.xxh3_64_intdigest(f"{name}#{row}".encode()) for row in there.tolist()]
                 provenance.write(records.tobytes())
             provenance.commit()
         record = tokens, one.documents, number, 0, bin_hash, idx_hash, provenance.hash, 0
@@ -383,7 +449,9 @@ class _Adoption:
     def _refer(self, source: Path, target: Path, expected: int) -> None:
         """Link or copy a file that was checked."""
         source = source.resolve()
-        if self._link == "symlink":
+        if self._link == "move":
+            links.replace(source, target)
+        elif self._link == "symlink":
             target.symlink_to(source)
         elif self._link == "hardlink":
             try:

@@ -10,7 +10,8 @@ from rich.console import Console
 from pipeline.common.errors import UserError
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.export import free_folder
-from pipeline.train.foreign.megatron import MegatronCheckpoint
+from pipeline.train.foreign.megatron import MegatronCheckpoint, find_checkpoint
+from pipeline.train.foreign.megatron_arguments import COMMON, read_arguments
 from pipeline.train.huggingface.convert import run_file_section, write_converted
 
 
@@ -45,6 +46,22 @@ def from_megatron(
     found = MegatronCheckpoint(folder, step, ignore)
     own = _tokenizer(found, tokenizer, end_of_document)
     return write_converted(found, own, to, kind="from-megatron", max_shard=max_shard, console=console)
+
+
+def consumed_samples(folder: Path) -> int:
+    """Samples that a run of Megatron-LM has trained on.
+
+    Args:
+        folder: of its checkpoints, or of one of them.
+
+    Raises:
+        UserError: it is not a checkpoint, or does not say so.
+    """
+    path = find_checkpoint(folder, None) / COMMON
+    count = read_arguments(path).get("consumed_train_samples")
+    if not isinstance(count, int) or count < 0:
+        raise UserError(f"{path} (args): consumed_train_samples: {count!r} is not a number of samples; give --consumed")
+    return count
 
 
 def describe_megatron(

@@ -6,11 +6,11 @@ import math
 
 from pipeline.common.errors import UserError
 from pipeline.train.foreign.megatron_arguments import ArgumentSource, read_model
-from pipeline.train.foreign.settings.rows import Row
+from pipeline.train.foreign.settings.rows import SettingRow
 from pipeline.train.foreign.settings.rules import Given, Left, Rule, Settings, pairs, steps
 
 
-def _duration(given: Given, row: Row) -> Settings:
+def _duration(given: Given, row: SettingRow) -> Settings:
     if count := given.number("train_iters"):
         return {"train.duration": steps(count)}
     if samples := given.number("train_samples"):
@@ -18,7 +18,7 @@ def _duration(given: Given, row: Row) -> Settings:
     return {}
 
 
-def _warmup(given: Given, row: Row) -> Settings:
+def _warmup(given: Given, row: SettingRow) -> Settings:
     if count := given.number("lr_warmup_iters"):
         return {"train.schedule.warmup": steps(count)}
     if samples := given.number("lr_warmup_samples"):
@@ -32,7 +32,7 @@ def _warmup(given: Given, row: Row) -> Settings:
 _SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "WSD": "wsd", "wsd": "wsd"}
 
 
-def _schedule(given: Given, row: Row) -> Settings:
+def _schedule(given: Given, row: SettingRow) -> Settings:
     style = given.get("lr_decay_style")
     if style is None:
         return {}
@@ -47,7 +47,7 @@ def _schedule(given: Given, row: Row) -> Settings:
     return {"train.schedule.type": found}
 
 
-def _decay(given: Given, row: Row) -> Settings:
+def _decay(given: Given, row: SettingRow) -> Settings:
     if given.get("lr_decay_style") not in ("WSD", "wsd"):
         return {}
     count = given.number("lr_wsd_decay_iters")
@@ -56,25 +56,25 @@ def _decay(given: Given, row: Row) -> Settings:
     return {} if count is None else {"train.schedule.decay": steps(count)}
 
 
-def _precision(given: Given, row: Row) -> Settings:
+def _precision(given: Given, row: SettingRow) -> Settings:
     kind = "bf16" if given.get("bf16") else "fp16" if given.get("fp16") else "fp32"
     return {"train.precision.compute": kind}
 
 
-def _loss_scale(given: Given, row: Row) -> Settings:
+def _loss_scale(given: Given, row: SettingRow) -> Settings:
     if not given.get("fp16"):
         return {}
     return pairs("train.precision.loss_scale.initial", "train.precision.loss_scale.growth_steps")(given, row)
 
 
-def _validation_samples(given: Given, row: Row) -> Settings:
+def _validation_samples(given: Given, row: SettingRow) -> Settings:
     batches = given.number("eval_iters")
     if batches is None or not given.get("global_batch_size"):
         return {}
     return {"train.validation.samples": batches * given.need("global_batch_size")}
 
 
-def _batch_ramp(given: Given, row: Row) -> Settings:
+def _batch_ramp(given: Given, row: SettingRow) -> Settings:
     ramp = given.get("rampup_batch_size")
     if ramp is None:
         return {}
@@ -88,7 +88,7 @@ def _batch_ramp(given: Given, row: Row) -> Settings:
     }
 
 
-def _sources(given: Given, row: Row) -> Settings:
+def _sources(given: Given, row: SettingRow) -> Settings:
     words = given.get("data_path")
     if words is None:
         return {}
@@ -112,7 +112,7 @@ def _sources(given: Given, row: Row) -> Settings:
     return {"data.sources": sources}
 
 
-def _tokenizer(given: Given, row: Row) -> Settings:
+def _tokenizer(given: Given, row: SettingRow) -> Settings:
     kind, model = given.get("tokenizer_type"), given.get("tokenizer_model")
     if model is None:
         return {}
@@ -121,18 +121,18 @@ def _tokenizer(given: Given, row: Row) -> Settings:
     raise Left(f"{kind}: make a tokenizer.json of it, and set tokenizer.path")
 
 
-def _read_by(given: Given, row: Row) -> Settings:
+def _read_by(given: Given, row: SettingRow) -> Settings:
     return {} if given.get("mmap_bin_files", True) else {"data.loader.read": "pread"}
 
 
-def _wandb(given: Given, row: Row) -> Settings:
+def _wandb(given: Given, row: SettingRow) -> Settings:
     if not given.get("wandb_project"):
         return {}
     place = "train.metrics.wandb"
     return pairs(f"{place}.project", f"{place}.name", f"{place}.entity")(given, row)
 
 
-def _model(given: Given, row: Row) -> Settings:
+def _model(given: Given, row: SettingRow) -> Settings:
     """`model:` as a whole, which `convert from-megatron` makes by the same function."""
     values = given.everything()
     if not given.get("num_layers"):
@@ -161,25 +161,25 @@ def _model(given: Given, row: Row) -> Settings:
     return {f"model.{key}": value for key, value in found.items() if value is not None}
 
 
-def _of_model(given: Given, row: Row) -> Settings:
+def _of_model(given: Given, row: SettingRow) -> Settings:
     for key in row.keys:
         given.get(key)
     return {}
 
 
-def _balance(given: Given, row: Row) -> Settings:
+def _balance(given: Given, row: SettingRow) -> Settings:
     if not given.get("num_experts"):
         return {}
     return pairs("train.balance.loss", "train.balance.z_loss")(given, row)
 
 
-def _sequence_parallel(given: Given, row: Row) -> Settings:
+def _sequence_parallel(given: Given, row: SettingRow) -> Settings:
     if given.get("tensor_model_parallel_size") == 1:
         return {}
     return {"parallel.sequence_parallel": bool(given.get("sequence_parallel"))}
 
 
-def _virtual_stages(given: Given, row: Row) -> Settings:
+def _virtual_stages(given: Given, row: SettingRow) -> Settings:
     layers = given.number(row.keys[0])
     if not layers:
         return {}
@@ -191,7 +191,7 @@ def _virtual_stages(given: Given, row: Row) -> Settings:
     }
 
 
-def _cp_method(given: Given, row: Row) -> Settings:
+def _cp_method(given: Given, row: SettingRow) -> Settings:
     kind = given.get("cp_comm_type")
     if kind is None or given.get("context_parallel_size") == 1:
         return {}
@@ -200,13 +200,13 @@ def _cp_method(given: Given, row: Row) -> Settings:
     return {"parallel.cp_method": "ulysses" if kind == "a2a" else "all_gather"}
 
 
-def _attention_dropout(given: Given, row: Row) -> Settings:
+def _attention_dropout(given: Given, row: SettingRow) -> Settings:
     if share := given.get("attention_dropout"):
         raise Left(f"it is {share} there, also where it is not given; no kernel here does it")
     return {}
 
 
-def _distributed_optimizer(given: Given, row: Row) -> Settings:
+def _distributed_optimizer(given: Given, row: SettingRow) -> Settings:
     # Weights whole during a step, as there; without the option, everything is sharded here all the same.
     return {"parallel.reshard_after_forward": False} if given.get("use_distributed_optimizer") else {}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.train.foreign.settings.rows import Row, SuiteName
+from pipeline.train.foreign.settings.rows import SettingRow, SuiteName
 from pipeline.train.foreign.settings.rules import Given, Left, Rule, Settings, pairs, steps
 
 _SCHEDULES = {
@@ -17,19 +17,19 @@ _PIPELINES = {
 }
 
 
-def _first(given: Given, row: Row) -> Any:
+def _first(given: Given, row: SettingRow) -> Any:
     """The value of the first key of a row that has one; all of them count as looked at."""
     return next((found for found in [given.get(key) for key in row.keys] if found is not None), None)
 
 
-def _tokenizer_folder(given: Given, row: Row) -> Settings:
+def _tokenizer_folder(given: Given, row: SettingRow) -> Settings:
     folder = _first(given, row)
     if folder is None:
         return {}
     return {"tokenizer.path": folder if str(folder).endswith(".json") else f"{folder}/tokenizer.json"}
 
 
-def _schedule(given: Given, row: Row) -> Settings:
+def _schedule(given: Given, row: SettingRow) -> Settings:
     kind = _first(given, row)
     if kind is None:
         return {}
@@ -39,7 +39,7 @@ def _schedule(given: Given, row: Row) -> Settings:
     return {"train.schedule.type": found}
 
 
-def _pipeline_schedule(given: Given, row: Row) -> Settings:
+def _pipeline_schedule(given: Given, row: SettingRow) -> Settings:
     name = _first(given, row)
     if name is None:
         return {}
@@ -49,7 +49,7 @@ def _pipeline_schedule(given: Given, row: Row) -> Settings:
     return {"parallel.pipeline.schedule": found}
 
 
-def _validation(given: Given, row: Row) -> Settings:
+def _validation(given: Given, row: SettingRow) -> Settings:
     every, batches = (given.get(key) for key in row.keys)
     if isinstance(batches, int) and batches > 0:
         given.notes.append(f"train.validation.samples, in windows: {row.keys[1]} has {batches} batches")
@@ -59,7 +59,7 @@ def _validation(given: Given, row: Row) -> Settings:
 # torchtitan
 
 
-def _global_batch(given: Given, row: Row) -> Settings:
+def _global_batch(given: Given, row: SettingRow) -> Settings:
     whole = _first(given, row)
     if isinstance(whole, int) and whole > 0:
         return {"train.batch_size": whole}
@@ -67,13 +67,13 @@ def _global_batch(given: Given, row: Row) -> Settings:
     return {}
 
 
-def _titan_schedule(given: Given, row: Row) -> Settings:
+def _titan_schedule(given: Given, row: SettingRow) -> Settings:
     if given.get("lr_scheduler.decay_ratio") is not None:
         return {"train.schedule.type": "wsd"}
     return _schedule(given, row)
 
 
-def _titan_decay(given: Given, row: Row) -> Settings:
+def _titan_decay(given: Given, row: SettingRow) -> Settings:
     share = given.number("lr_scheduler.decay_ratio")
     if share is None:
         return {}
@@ -82,17 +82,17 @@ def _titan_decay(given: Given, row: Row) -> Settings:
     return {"train.schedule.decay": steps(round(share * given.need("training.steps")))}
 
 
-def _reshard(given: Given, row: Row) -> Settings:
+def _reshard(given: Given, row: SettingRow) -> Settings:
     value = _first(given, row)
     return {} if value in (None, "default") else {"parallel.reshard_after_forward": value == "always"}
 
 
-def _async_save(given: Given, row: Row) -> Settings:
+def _async_save(given: Given, row: SettingRow) -> Settings:
     value = _first(given, row)
     return {} if value is None else {"train.checkpoint.async_save": value != "disabled"}
 
 
-def _hub_source(given: Given, row: Row) -> Settings:
+def _hub_source(given: Given, row: SettingRow) -> Settings:
     name, path = (given.get(key) for key in row.keys)
     if path:
         return {"data.sources": [{"name": str(name or "web").replace("/", "-"), "paths": [f"{path}/**/*"]}]}
@@ -104,12 +104,12 @@ def _hub_source(given: Given, row: Row) -> Settings:
 # nanotron
 
 
-def _run_folder(given: Given, row: Row) -> Settings:
+def _run_folder(given: Given, row: SettingRow) -> Settings:
     parts = [str(part) for key in row.keys if (part := given.get(key))]
     return {"run.dir": "/".join(["runs", *parts])} if parts else {}
 
 
-def _stages(given: Given, row: Row) -> Settings:
+def _stages(given: Given, row: SettingRow) -> Settings:
     stages = given.get("data_stages")
     if not isinstance(stages, list) or not stages:
         return {}
@@ -129,12 +129,12 @@ def _stages(given: Given, row: Row) -> Settings:
     return {"data.sources": sources}
 
 
-def _batch_product(given: Given, row: Row) -> Settings:
+def _batch_product(given: Given, row: SettingRow) -> Settings:
     factors = [given.need(key) for key in ("tokens.micro_batch_size", *row.keys, "parallelism.dp")]
     return {"train.batch_size": factors[0] * factors[1] * factors[2]}
 
 
-def _nanotron_decay(given: Given, row: Row) -> Settings:
+def _nanotron_decay(given: Given, row: SettingRow) -> Settings:
     start, length = (given.number(key) for key in row.keys)
     whole = given.number("tokens.train_steps")
     if start is None or length is None:
@@ -150,11 +150,11 @@ def _nanotron_decay(given: Given, row: Row) -> Settings:
     return {}
 
 
-def _zero_stage(given: Given, row: Row) -> Settings:
+def _zero_stage(given: Given, row: SettingRow) -> Settings:
     return {"parallel.reshard_after_forward": False} if given.get(row.keys[0]) in (0, 1) else {}
 
 
-def _recompute(given: Given, row: Row) -> Settings:
+def _recompute(given: Given, row: SettingRow) -> Settings:
     value = _first(given, row)
     if value in ("selected_blocks", "selected_modules", "selected_ops"):
         raise Left(f"there is no {value} here; choose train.recompute.mode")
@@ -166,7 +166,7 @@ def _recompute(given: Given, row: Row) -> Settings:
 # OLMo-core
 
 
-def _olmo_duration(given: Given, row: Row) -> Settings:
+def _olmo_duration(given: Given, row: SettingRow) -> Settings:
     value, unit = given.number("trainer.max_duration.value"), given.get("trainer.max_duration.unit")
     if value is None:
         return {}
@@ -182,18 +182,18 @@ def _windows(given: Given, key: str) -> int:
     return int(tokens // length)
 
 
-def _batch_size(given: Given, row: Row) -> Settings:
+def _batch_size(given: Given, row: SettingRow) -> Settings:
     return {"train.batch_size": _windows(given, row.keys[0])}
 
 
-def _micro_batch_size(given: Given, row: Row) -> Settings:
+def _micro_batch_size(given: Given, row: SettingRow) -> Settings:
     return {"train.micro_batch_size": _windows(given, row.keys[0])}
 
 
 def _length(of: str) -> Rule:
     """A rule for a part of the run in steps, in a unit beside it, or as a share."""
 
-    def rule(given: Given, row: Row) -> Settings:
+    def rule(given: Given, row: SettingRow) -> Settings:
         *lengths, share = row.keys
         for key in lengths:
             if (count := given.number(key)) is not None:
@@ -207,7 +207,7 @@ def _length(of: str) -> Rule:
     return rule
 
 
-def _data_parallel(given: Given, row: Row) -> Settings:
+def _data_parallel(given: Given, row: SettingRow) -> Settings:
     kind = _first(given, row)
     if kind == "ddp":
         raise Left("weights whole on each rank: set parallel.dp_shard: 1 and parallel.dp_replicate to the ranks")
@@ -216,7 +216,7 @@ def _data_parallel(given: Given, row: Row) -> Settings:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _save_interval(given: Given, row: Row) -> Settings:
+def _save_interval(given: Given, row: SettingRow) -> Settings:
     every = _first(given, row) or given.get("trainer.callbacks.checkpointer.save_interval")
     return {} if every is None else {"train.checkpoint.every_steps": every}
 

@@ -23,7 +23,7 @@ _KEY = re.compile(r"[\w.\[\]]+")
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingRow:
     """A row of a table.
 
     Attributes:
@@ -55,11 +55,11 @@ class Suite:
 
     title: str
     page: str
-    tables: dict[str, tuple[Row, ...]]
+    tables: dict[str, tuple[SettingRow, ...]]
     defaults: dict[str, Any]
     ignored: dict[str, str]
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[SettingRow]:
         """All rows."""
         for rows in self.tables.values():
             yield from rows
@@ -80,10 +80,10 @@ def read_suite(name: SuiteName) -> Suite:
     return Suite(found["title"], found["page"], tables, found.get("defaults", {}), found.get("ignored", {}))
 
 
-def _row(row: dict[str, Any], suite: SuiteName) -> Row:
+def _row(row: dict[str, Any], suite: SuiteName) -> SettingRow:
     keys = row.get("keys", [_key(code, suite) for code in _CODE.findall(row["there"])])
     rule = row.get("rule", "same" if "to" in row else None)
-    return Row(row["there"], row["here"], tuple(filter(None, keys)), row.get("to"), rule)
+    return SettingRow(row["there"], row["here"], tuple(filter(None, keys)), row.get("to"), rule)
 
 
 def _key(code: str, suite: SuiteName) -> str:

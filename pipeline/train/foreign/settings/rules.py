@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pipeline.train.foreign.settings.rows import Row
+from pipeline.train.foreign.settings.rows import SettingRow
 
 Settings = dict[str, Any]
 """Values by their keys in a run file; `Of` where one of several settings made a value."""
@@ -92,13 +92,13 @@ class Given:
         return {**self._defaults, **{name: value for name, value in self._values.items() if value is not None}}
 
 
-Rule = Callable[[Given, Row], Settings]
+Rule = Callable[[Given, SettingRow], Settings]
 
 
 def _simple(convert: Callable[[Any], Any]) -> Rule:
     """A rule for one value, which goes to the key that the row names."""
 
-    def rule(given: Given, row: Row) -> Settings:
+    def rule(given: Given, row: SettingRow) -> Settings:
         found = [Of(value, key) for key in row.keys if (value := given.get(key)) is not None]
         assert row.to is not None
         return {row.to: Of(convert(found[0].value), found[0].key)} if found else {}
@@ -123,7 +123,7 @@ def _dtype(value: Any) -> str:
     return found
 
 
-def _betas(given: Given, row: Row) -> Settings:
+def _betas(given: Given, row: SettingRow) -> Settings:
     first, second = (given.number(key) for key in row.keys[:2])
     if first is None and second is None:
         return {}
@@ -133,7 +133,7 @@ def _betas(given: Given, row: Row) -> Settings:
     return found
 
 
-def _optimizer(given: Given, row: Row) -> Settings:
+def _optimizer(given: Given, row: SettingRow) -> Settings:
     names = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay", "betas": "betas", "clip_grad": "clip_norm"}
     found = {}
     for key in row.keys:
@@ -142,7 +142,7 @@ def _optimizer(given: Given, row: Row) -> Settings:
     return found
 
 
-def _keep(given: Given, row: Row) -> Settings:
+def _keep(given: Given, row: SettingRow) -> Settings:
     count = given.get(row.keys[0])
     if count is None:
         return {}
@@ -154,14 +154,14 @@ def _keep(given: Given, row: Row) -> Settings:
 def pairs(*targets: str) -> Rule:
     """A rule for several values, each of which goes to a key."""
 
-    def rule(given: Given, row: Row) -> Settings:
+    def rule(given: Given, row: SettingRow) -> Settings:
         found = zip(targets, row.keys, strict=False)
         return {to: Of(value, key) for to, key in found if (value := given.get(key)) is not None}
 
     return rule
 
 
-def _min_ratio(given: Given, row: Row) -> Settings:
+def _min_ratio(given: Given, row: SettingRow) -> Settings:
     least = given.number(row.keys[0])
     peak = given.number("lr") or given.number("learning_rate") or given.number("max_lr")
     if least is None or not peak:

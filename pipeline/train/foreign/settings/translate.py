@@ -21,7 +21,7 @@ from pipeline.config.parsing.schema import keys as keys_of
 from pipeline.config.root import Config
 from pipeline.train.foreign.settings.megatron_rules import MEGATRON
 from pipeline.train.foreign.settings.other_rules import OTHERS
-from pipeline.train.foreign.settings.rows import Row, Suite, SuiteName, read_suite
+from pipeline.train.foreign.settings.rows import SettingRow, Suite, SuiteName, read_suite
 from pipeline.train.foreign.settings.rules import COMMON, Given, Left, Of, Rule, Settings
 from pipeline.train.foreign.settings.values import read_values
 
@@ -132,7 +132,7 @@ def translate(name: SuiteName, values: dict[str, Any]) -> Translation:
     return found
 
 
-def _made(rule: Rule, given: Given, row: Row) -> Settings:
+def _made(rule: Rule, given: Given, row: SettingRow) -> Settings:
     """Values of a rule, whatever is given to it."""
     try:
         return rule(given, row)
