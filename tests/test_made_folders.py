@@ -15,7 +15,7 @@ _ROOT = Path(__file__).parents[1]
 _ROOTS = {
     "pipeline/common/paths.py: check_once": "the cache of the user",
     "pipeline/config/starter.py: write_new": "a file that the user names, in a new folder",
-    "pipeline/data/datasets/adopt.py: run": "--to of the command, which a person starts",
+    "pipeline/data/datasets/adoption.py: run": "--to of the command, which a person starts",
     "pipeline/data/datasets/merge.py: _output_paths": "the prefix that a person gives",
     "pipeline/data/datasets/remote/pull.py: _make_folders": "the folder of the command, which a person starts",
     "pipeline/data/preprocess/run_tokenizer.py: _copied": "the cache of the user",

@@ -176,7 +176,8 @@ def data_merge(
 @data_app.command("adopt")
 def data_adopt(
     prefixes: Annotated[
-        list[Path], typer.Argument(metavar="PREFIX...", help="Paths without suffix, globs or folders.")
+        list[Path],
+        typer.Argument(metavar="PREFIX...", help="Paths without suffix, globs or folders; with --format, files."),
     ],
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of the source to create.")],
     tokenizer: Annotated[Path, typer.Option(help="The tokenizer.json that the files were made with.")],
@@ -189,6 +190,19 @@ def data_adopt(
     append_eod: Annotated[
         bool, typer.Option("--append-eod", help="Copy the files, adding missing end-of-document tokens.")
     ] = False,
+    form: Annotated[
+        Literal["megatron", "npy", "ds", "mds"],
+        typer.Option(
+            "--format",
+            help="npy: ids alone (OLMo-core); ds: of datatrove and nanotron; mds: folders of MosaicML's streaming.",
+        ),
+    ] = "megatron",
+    ids: Annotated[
+        Literal["uint16", "uint32", "int32", "int64"] | None,
+        typer.Option(
+            help="Type of the ids, where the files do not say it; default: by the vocabulary.", show_default=False
+        ),
+    ] = None,
     leave_out: Annotated[
         Path | None,
         typer.Option(
@@ -198,7 +212,10 @@ def data_adopt(
         ),
     ] = None,
 ) -> None:
-    """Make a dataset of .bin/.idx files of Megatron-LM, NeMo or GPT-NeoX, checked and without a second copy."""
+    """Make a dataset of .bin/.idx files of Megatron-LM, NeMo or GPT-NeoX, checked and without a second copy.
+
+    Token files of other suites (--format) are copied.
+    """
     from pipeline.data.datasets.adopt import adopt
 
     echo(
@@ -212,6 +229,8 @@ def data_adopt(
             link=link,
             append_eod=append_eod,
             leave_out=leave_out,
+            form=form,
+            ids=ids,
             console=Console(),
         )
     )

@@ -11,7 +11,7 @@ import pytest
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash
-from pipeline.data.datasets.adopt import _remove_stale
+from pipeline.data.datasets.adoption import _remove_stale
 
 MAKE = "import sys; from pathlib import Path; from pipeline.common import storage\n"
 MAKE += "tmp = storage.temporary(Path(sys.argv[1])); tmp.touch(); print(tmp, flush=True)\n"
