@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from pipeline.cli.arguments import shard_bytes
+from pipeline.cli.arguments import shard_bytes, special_ids
 from pipeline.cli.checkpoint import Weights
 from pipeline.common.console import Console, echo
 
 convert_app = typer.Typer(
     no_args_is_help=True,
-    help="Convert models to and from Hugging Face's format, and from Megatron's. Nothing is downloaded or executed.",
+    help="Convert models to and from Hugging Face's format, and from Megatron's, and tokenizers of other libraries. "
+    "Nothing is downloaded or executed.",
 )
 
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder to create.")]
@@ -183,3 +184,71 @@ def config(
     from pipeline.train.foreign.settings.translate import convert_config
 
     convert_config(suite, given, to)
+
+
+@convert_app.command("tokenizer")
+def tokenizer(
+    file: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FILE",
+            help="SentencePiece's .model, tiktoken's .tiktoken, Mistral's tekken.json, or GPT-2's vocab.json.",
+        ),
+    ],
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="The tokenizer.json to create, or a folder that has none yet.")
+    ],
+    merges: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Merges of a vocab.json; default: merges.txt beside it.", show_default=False),
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(
+            metavar="REGEX",
+            help="Regex that splits a text, for tiktoken's ranks, which lack it; or gpt2, cl100k, o200k. "
+            "Published files are recognized.",
+            show_default=False,
+        ),
+    ] = None,
+    special: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TOKEN=ID", help="Special token for tiktoken's ranks; may be repeated."),
+    ] = None,
+    end_of_document: Annotated[
+        str | None,
+        typer.Option(metavar="TOKEN", help="Special token that ends each document; default: the one FILE names."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Text in UTF-8 whose ids are compared, too, line by line.", show_default=False
+        ),
+    ] = None,
+    allow: Annotated[int, typer.Option(metavar="N", help="Write it although up to N texts get other ids.", min=0)] = 0,
+    unproven: Annotated[
+        bool, typer.Option("--unproven", help="Write it without comparing ids; needs no other package.")
+    ] = False,
+) -> None:
+    """Convert a tokenizer of another library to a tokenizer.json (`tokenizer.path`), with the same ids.
+
+    The ids are compared with those of the original program (sentencepiece, tiktoken; the extra `convert`), for hard
+    texts, each entry of the vocabulary, and --text. If one differs, nothing is written.
+    """
+    from pipeline.common.console import say
+    from pipeline.data.tokenization.conversion.convert import convert_tokenizer
+
+    console = Console()
+    done = convert_tokenizer(
+        file,
+        out,
+        merges=merges,
+        pattern=pattern,
+        special=special_ids(special or ()),
+        end_of_document=end_of_document,
+        text=text,
+        allow=allow,
+        unproven=unproven,
+        console=console,
+    )
+    say(console, done)
