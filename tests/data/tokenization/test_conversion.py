@@ -169,7 +169,7 @@ def test_ranks_of_tiktoken(tmp_path: Path) -> None:
 
 
 BAD_RANKS = {
-    "no base64": ([b"YQ== 0", b"Y 1"], "is not base64|is no token"),
+    "no base64": ([b"YQ== 0", b"Y 1"], "is not base64|is not a token"),
     "twice": ([b"YQ== 0", b"YQ== 1"], "stands twice"),
     "no rank": ([b"YQ== 0", b"Yg=="], "line 2"),
     "a huge rank": ([b"YQ== 0", b"Yg== 9999999999"], "ranks are below"),
@@ -211,7 +211,7 @@ def test_tekken(tmp_path: Path) -> None:
     assert "names no token" in run(file, tmp_path / "u.json", "--unproven")[1]
     assert run(file, tmp_path / "u.json", "--unproven", "--end-of-document", "<end>")[0] == 0
     file.write_text(json.dumps({"config": {}}))
-    assert "is no tekken.json" in run(file, tmp_path / "v.json")[1]
+    assert "is not a tekken.json" in run(file, tmp_path / "v.json")[1]
 
 
 def gpt2_files(folder: Path, engine: tokenizers.Tokenizer) -> Path:
@@ -276,7 +276,7 @@ def trained(path: Path, **options: Any) -> Path:
     """A model that SentencePiece trains itself."""
     spm = pytest.importorskip("sentencepiece")
     lines = [line for text in TEXTS for line in text.split("\n") if line.strip()]
-    lines += [" " * n + "return x" for n in range(2, 40)] + ["-" * n for n in range(3, 30)]
+    lines += ["<a> </s> <s>"] * 9 + [" " * n + "return x" for n in range(2, 40)] + ["-" * n for n in range(3, 30)]
     out = io.BytesIO()
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
@@ -304,7 +304,7 @@ TRAINED: dict[str, tuple[dict[str, Any], str]] = {
     "symbols": ({"user_defined_symbols": [*SYMBOLS, "\n"], "add_dummy_prefix": False}, ""),
     "symbols behind a prefix": ({"user_defined_symbols": SYMBOLS}, "2 of .* hard texts and 0 of .*lacks the first"),
     "replaced characters": ({"normalization_rule_name": "nmt_nfkc"}, "drops a mark behind"),
-    "unigram": ({"model_type": "unigram", "vocab_size": 400}, "paths of equal score"),
+    "unigram": ({"model_type": "unigram", "vocab_size": 400, "character_coverage": 1.0}, "paths of equal score"),
 }
 
 

@@ -22,7 +22,7 @@ from pipeline.data.tokenization.conversion.from_bytes import (
     read_json,
 )
 from pipeline.data.tokenization.conversion.from_pieces import from_pieces
-from pipeline.data.tokenization.conversion.proof import Proof, prove
+from pipeline.data.tokenization.conversion.proof import ConversionProof, prove
 from pipeline.data.tokenization.definition import MAX_FILE_BYTES
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -77,7 +77,10 @@ def convert_tokenizer(
     with TemporaryDirectory() as folder:
         file = Path(folder) / TOKENIZER_FILE
         file.write_bytes(data)
-        tokenizer = Tokenizer.load(file, TokenizerConfig(path=file, end_of_document=token))
+        try:
+            tokenizer = Tokenizer.load(file, TokenizerConfig(path=file, end_of_document=token))
+        except UserError as error:
+            raise UserError(f"{source} is not converted: {str(error).replace(str(file), str(to))}") from None
     proof = None if unproven else prove(converted, tokenizer, text, console)
     if proof is not None:
         _check(converted, proof, allow, source)
@@ -124,7 +127,7 @@ def _end(converted: Converted, source: Path, given: str | None) -> str:
     return token
 
 
-def _check(converted: Converted, proof: Proof, allow: int, source: Path) -> None:
+def _check(converted: Converted, proof: ConversionProof, allow: int, source: Path) -> None:
     reasons = "".join(f"; {doubt}" for doubt in converted.doubts)
     if proof.differing > allow:
         raise UserError(
@@ -137,7 +140,7 @@ def _check(converted: Converted, proof: Proof, allow: int, source: Path) -> None
         )
 
 
-def _report(converted: Converted, tokenizer: Tokenizer, proof: Proof | None, to: Path) -> str:
+def _report(converted: Converted, tokenizer: Tokenizer, proof: ConversionProof | None, to: Path) -> str:
     lines = [
         f"wrote {to}: {converted.format}, {tokenizer.vocab_size:,} ids, {len(tokenizer.added_tokens):,} added tokens, "
         f"end of document {tokenizer.end_of_document_token} ({tokenizer.end_of_document})"

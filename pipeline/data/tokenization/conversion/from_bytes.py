@@ -87,7 +87,7 @@ def spelled(token: bytes) -> str:
 
 
 def text_of(entry: str) -> str | None:
-    """Text of an entry in that alphabet; None if it is no whole text."""
+    """Text of an entry in that alphabet; None if it is not a whole text."""
     numbers = _numbers()
     if not all(character in numbers for character in entry):
         return None
@@ -139,7 +139,7 @@ def from_tiktoken(data: bytes, file: Path, pattern: str | None, special: Mapping
     if pattern is None:
         if known is None:
             raise UserError(
-                f"{file} has the ranks of tiktoken, but not the regex that splits a text, and is no published file "
+                f"{file} has the ranks of tiktoken, but not the regex that splits a text, and is not a published file "
                 f"that is known; give it with --pattern, as a regex or one of the names {', '.join(PATTERNS)}"
             )
         pattern = known[1]
@@ -158,7 +158,7 @@ def _read_ranks(data: bytes, file: Path) -> dict[bytes, int]:
         if not line:
             continue
         if not _RANK.fullmatch(line):
-            raise UserError(f"{file}, line {number}: {shown(line)} is no token in base64 with its rank")
+            raise UserError(f"{file}, line {number}: {shown(line)} is not a token in base64 with its rank")
         text, _, rank = line.partition(b" ")
         _add_rank(ranks, _decoded(text, f"{file}, line {number}"), int(rank), f"{file}, line {number}")
     return ranks
@@ -208,7 +208,7 @@ def from_tekken(value: Mapping[str, Any], file: Path) -> Converted:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{file} is no tekken.json: {error} is missing or of another type") from None
+        raise UserError(f"{file} is not a tekken.json: {error} is missing or of another type") from None
     converted = _from_ranks(ranks, file, pattern, {name: number for number, name in enumerate(names)}, first)
     converted.format, converted.end = "tekken", "</s>" if "</s>" in names else None
     if not value.get("special_tokens"):
@@ -336,7 +336,7 @@ def from_gpt2(value: Mapping[str, Any], file: Path, merges: bytes, merges_file: 
         UserError: one cannot be read, or they do not belong together.
     """
     if not all(_is_count(number) and name for name, number in value.items()):
-        raise UserError(f"{file} is no vocabulary of texts with their ids")
+        raise UserError(f"{file} is not a vocabulary of texts with their ids")
     vocabulary = dict(value)
     if missing := [byte for byte, character in enumerate(alphabet()) if character not in vocabulary]:
         raise UserError(f"{file} has no entry for {len(missing)} of the 256 bytes, like 0x{missing[0]:02X}")

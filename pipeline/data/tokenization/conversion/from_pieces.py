@@ -129,7 +129,7 @@ def _lost_characters(model: PieceModel) -> Iterator[str]:
     known = {piece.text for piece in model.pieces if piece.type == NORMAL and len(piece.text) == 1}
     for piece in model.pieces:
         if piece.type == NORMAL and (lost := set(piece.text) - known):
-            yield f"the piece {shown(piece.text)} has the character {shown(min(lost))}, which is no piece itself"
+            yield f"the piece {shown(piece.text)} has the character {shown(min(lost))}, which is not a piece itself"
             return
 
 

@@ -29,7 +29,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 @dataclass(frozen=True)
-class Piece:
+class VocabularyPiece:
     """A piece of the vocabulary; its place in the list is its id.
 
     Attributes:
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass
 class PieceModel:
-    """What a `.model` says that decides ids.
+    """Parts of a `.model` that decide ids.
 
     Attributes:
         pieces: by id.
@@ -53,7 +53,7 @@ class PieceModel:
         end: piece that ends a text; empty if the model has none.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[VocabularyPiece] = field(default_factory=list)
     type: int = UNIGRAM
     byte_fallback: bool = False
     spaces_behind: bool = False
@@ -153,7 +153,7 @@ def _text(value: int | memoryview, name: str) -> str:
         raise ValueError(f"{name} is not UTF-8") from None
 
 
-def _piece(data: memoryview, budget: list[int], place: int) -> Piece:
+def _piece(data: memoryview, budget: list[int], place: int) -> VocabularyPiece:
     text, score, kind = "", 0.0, NORMAL
     name = f"piece {place}"
     for number, value in _fields(data, budget):
@@ -172,7 +172,7 @@ def _piece(data: memoryview, budget: list[int], place: int) -> Piece:
         raise ValueError(f"{name} ({shown(text)}) has the score {score}")
     if kind not in range(NORMAL, BYTE + 1):
         raise ValueError(f"{name} ({shown(text)}) has the type {kind}")
-    return Piece(text, score, kind)
+    return VocabularyPiece(text, score, kind)
 
 
 def _read_trainer(model: PieceModel, data: memoryview, budget: list[int]) -> None:

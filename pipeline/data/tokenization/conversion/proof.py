@@ -1,4 +1,4 @@
-"""Proof that a converted tokenizer gives the ids of the original program, on hard texts and on texts of the user."""
+"""Proof that a converted tokenizer gives the ids of the original program, on hard texts and on a text of the user."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINES_BYTES = 2**18
 
 
 @dataclass
-class Counts:
+class ComparedTexts:
     """Texts that were compared.
 
     Attributes:
@@ -38,7 +38,7 @@ class Counts:
 
 
 @dataclass
-class Proof:
+class ConversionProof:
     """Result of a comparison.
 
     Attributes:
@@ -50,8 +50,8 @@ class Proof:
     """
 
     reference: str
-    hard: Counts
-    lines: Counts
+    hard: ComparedTexts
+    lines: ComparedTexts
     size: int = 0
     first: str = ""
 
@@ -69,7 +69,7 @@ class Proof:
         return text
 
 
-def prove(converted: Converted, tokenizer: Tokenizer, text: Path | None, console: Console) -> Proof:
+def prove(converted: Converted, tokenizer: Tokenizer, text: Path | None, console: Console) -> ConversionProof:
     """Compare a converted tokenizer with the original program.
 
     Args:
@@ -82,7 +82,7 @@ def prove(converted: Converted, tokenizer: Tokenizer, text: Path | None, console
         UserError: the original program is not installed or fails, or the file cannot be read.
     """
     reference = converted.open_reference()
-    proof = Proof(reference.name, Counts(), Counts())
+    proof = ConversionProof(reference.name, ComparedTexts(), ComparedTexts())
     pieces = [form for piece in converted.pieces for form in (piece, f"a {piece}{piece}")]
     own = list(dict.fromkeys([*hard_texts(tokenizer, long=True), *converted.hard, *pieces]))
     with progress(console, "comparing hard texts", len(own)) as advance:
@@ -138,7 +138,9 @@ def _whole_characters(line: bytes) -> int:
     return len(line)
 
 
-def _compare(reference: Reference, tokenizer: Tokenizer, texts: list[str], proof: Proof, counts: Counts) -> int:
+def _compare(
+    reference: Reference, tokenizer: Tokenizer, texts: list[str], proof: ConversionProof, counts: ComparedTexts
+) -> int:
     """Compare some texts; returns how many differ."""
     try:
         expected = reference.encode(texts)
