@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from pipeline.common import storage
-from pipeline.common.console import print_table, progress, say
+from pipeline.common.console import print_table, progress, say, warn
 from pipeline.common.errors import UserError, install_extra
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.comparison.sides import ComparedSide, ComputedModel, ReadRows, find_tokenizer, open_side
@@ -106,7 +106,7 @@ def check(a: Path, b: Path, options: CheckOptions, console: Console) -> bool | N
     sides = [open_side(a), open_side(b)]
     if missing := [side for side in sides if not side.is_installed]:
         return _check_sums(sides, missing, console)
-    ids, about = _ids(sides, options)
+    ids, about = _ids(sides, options, console)
     longest = min(side.positions for side in sides)
     length = options.length or min(longest, _LENGTH)
     if length > longest:
@@ -127,22 +127,27 @@ def check(a: Path, b: Path, options: CheckOptions, console: Console) -> bool | N
     return not found.beyond
 
 
-def _ids(sides: list[ComparedSide], options: CheckOptions) -> tuple[list[int], Tokenizer]:
+def _ids(sides: list[ComparedSide], options: CheckOptions, console: Console) -> tuple[list[int], Tokenizer]:
     """The first tokens of the text, and the tokenizer."""
     if options.tokenizer is not None:
-        tokenizer: Tokenizer | None = find_tokenizer(options.tokenizer)
+        own = [find_tokenizer(options.tokenizer)]
     else:
-        tokenizer = sides[0].tokenizer() or sides[1].tokenizer()
-    if tokenizer is None:
+        own = [found for side in sides if (found := side.tokenizer()) is not None]
+    if not own:
         raise UserError(f"neither {sides[0].folder} nor {sides[1].folder} has a tokenizer; give --tokenizer")
     with storage.open_regular(options.text) as file:
         data = file.read(options.tokens * _BYTES_PER_TOKEN)
     # A character that the reading cut goes with the last, incomplete token.
     text = data.decode(errors="ignore")
-    ids = tokenizer.encode(text)[: options.tokens]
+    ids, *others = (each.encode(text)[: options.tokens] for each in own)
+    if others and others[0] != ids:
+        warn(
+            console,
+            f"the tokenizer of {sides[1].folder} gives this text other ids; those of {sides[0].folder} are used",
+        )
     if len(ids) < 2:
         raise UserError(f"{options.text} has {len(ids)} tokens; a loss needs two")
-    return ids, tokenizer
+    return ids, own[0]
 
 
 def _device(name: str) -> torch.device:

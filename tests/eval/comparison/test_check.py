@@ -144,6 +144,11 @@ def test_what_cannot_be_compared(folder: Path, tmp_path: Path) -> None:
     words = ("check", tmp_path / "ours", tmp_path / "hf", "--text", folder / "text")
     assert "give --tokenizer" in run(*words)[1]
     assert run(*words, "--tokenizer", folder / "hf")[0] == 0
+    turned = json.loads((folder / "hf" / "tokenizer.json").read_text())
+    vocab = turned["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (tmp_path / "hf" / "tokenizer.json").write_text(json.dumps(turned))
+    assert "gives this text other ids" in run("check", folder / "ours", *words[2:])[1]
     weights = tmp_path / "hf" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     code, text = run(*words, "--tokenizer", folder / "hf")
@@ -173,7 +178,7 @@ def test_without_the_package_only_sums_are_compared(folder: Path, monkeypatch: p
 MEGATRON = [
     pytest.param(kind, marks=pytest.mark.guard if kind == "qwen3" else pytest.mark.slow)
     for kind in KINDS
-    if kind != "llama-scaled"
+    if kind != "llama-1p"  # which megatron-core computes on GPUs only
 ]
 
 

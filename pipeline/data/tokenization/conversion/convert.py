@@ -70,8 +70,10 @@ def convert_tokenizer(
             "--text is compared with the original program, and --unproven leaves that out; give one of them"
         )
     converted = _read(source, merges, pattern, special or {})
-    if not unproven:
-        converted.open_reference()  # that it is missing is said before anything takes time
+    # What is missing is said before anything takes time.
+    reference = None if unproven else converted.open_reference()
+    if text is not None:
+        storage.open_regular(text).close()
     token = _end(converted, source, end_of_document)
     data = orjson.dumps(converted.state, option=orjson.OPT_INDENT_2)
     with TemporaryDirectory() as folder:
@@ -81,7 +83,7 @@ def convert_tokenizer(
             tokenizer = Tokenizer.load(file, TokenizerConfig(path=file, end_of_document=token))
         except UserError as error:
             raise UserError(f"{source} is not converted: {str(error).replace(str(file), str(to))}") from None
-    proof = None if unproven else prove(converted, tokenizer, text, console)
+    proof = None if reference is None else prove(converted, reference, tokenizer, text, console)
     if proof is not None:
         _check(converted, proof, allow, source)
     storage.put(to, data)

@@ -69,19 +69,21 @@ class ConversionProof:
         return text
 
 
-def prove(converted: Converted, tokenizer: Tokenizer, text: Path | None, console: Console) -> ConversionProof:
+def prove(
+    converted: Converted, reference: Reference, tokenizer: Tokenizer, text: Path | None, console: Console
+) -> ConversionProof:
     """Compare a converted tokenizer with the original program.
 
     Args:
         converted: what was converted.
+        reference: the original program.
         tokenizer: it, opened as runs open it.
         text: file of text in UTF-8 to compare line by line, and as blocks of lines.
         console: for the progress bar.
 
     Raises:
-        UserError: the original program is not installed or fails, or the file cannot be read.
+        UserError: the original program fails, or the file cannot be read.
     """
-    reference = converted.open_reference()
     proof = ConversionProof(reference.name, ComparedTexts(), ComparedTexts())
     pieces = [form for piece in converted.pieces for form in (piece, f"a {piece}{piece}")]
     own = list(dict.fromkeys([*hard_texts(tokenizer, long=True), *converted.hard, *pieces]))
