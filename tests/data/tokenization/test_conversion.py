@@ -276,7 +276,7 @@ def trained(path: Path, **options: Any) -> Path:
     """A model that SentencePiece trains itself."""
     spm = pytest.importorskip("sentencepiece")
     lines = [line for text in TEXTS for line in text.split("\n") if line.strip()]
-    lines += ["<a> </s> <s>"] * 9 + [" " * n + "return x" for n in range(2, 40)] + ["-" * n for n in range(3, 30)]
+    lines += ["<a> a/b"] * 9 + [" " * n + "return x" for n in range(2, 40)] + ["-" * n for n in range(3, 30)]
     out = io.BytesIO()
     spm.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
