@@ -298,7 +298,7 @@ def check(
         Literal["fp32", "bf16", "fp16"], typer.Option(help="What is computed in; of Megatron Core always fp32.")
     ] = "fp32",
     device: Annotated[
-        str, typer.Option(help="Device of torch, like cuda; Megatron Core is computed on the CPU.")
+        str, typer.Option(metavar="DEVICE", help="Device, as torch names it; Megatron Core is computed on the CPU.")
     ] = "cpu",
 ) -> None:
     """Compare two models: their logits and losses on a text, side by side.

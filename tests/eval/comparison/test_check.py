@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +17,9 @@ from typer.testing import CliRunner
 from pipeline.cli.main import app
 from pipeline.common.errors import UserError
 from pipeline.eval.comparison import compare, sides
+from tests.data.stage import children
 from tests.train.foreign.make_megatron import KINDS
-from tests.train.foreign.test_megatron import made
+from tests.train.foreign.test_megatron import made, write
 
 LETTERS = [*map(chr, range(32, 127)), "\n"]
 TEXT = "The quick brown fox jumps over the lazy dog, and 12 more.\n" * 6
@@ -193,3 +195,13 @@ def test_a_checkpoint_of_megatron(tmp_path: Path, kind: str) -> None:
     words = ("--tokenizer", tokenizer, "--tokens", 100, "--tolerance", 2e-5)
     code, text = check(tmp_path, "ours", "megatron", *words)
     assert code == 0 and "megatron-core" in text and "windows of 64" in text, text
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_megatron_cannot_compute_leaves_no_process(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core")
+    write(tmp_path, tensors={"output_layer.weight": None})
+    before = children(os.getpid())
+    code, text = run("check", tmp_path, folder / "hf", "--text", folder / "text")
+    assert code == 2 and "has no tensor output_layer.weight" in text, text
+    assert children(os.getpid()) == before
