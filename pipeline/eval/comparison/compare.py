@@ -39,6 +39,8 @@ class SideBySide:
     """Sums over all positions that were compared.
 
     Attributes:
+        length: tokens of a window.
+        tolerance: see `CheckOptions`.
         positions: number of them.
         targets: of these with a next token.
         agreeing: positions with the same most likely id.
@@ -50,6 +52,8 @@ class SideBySide:
         beyond: number of such positions.
     """
 
+    length: int
+    tolerance: float
     positions: int = 0
     targets: int = 0
     agreeing: int = 0
@@ -106,7 +110,7 @@ def check(a: Path, b: Path, options: CheckOptions, console: Console) -> bool | N
     sides = [open_side(a), open_side(b)]
     if missing := [side for side in sides if not side.is_installed]:
         return _check_sums(sides, missing, console)
-    ids, about = _ids(sides, options, console)
+    ids, tokenizer = _ids(sides, options, console)
     longest = min(side.positions for side in sides)
     length = options.length or min(longest, _LENGTH)
     if length > longest:
@@ -122,8 +126,9 @@ def check(a: Path, b: Path, options: CheckOptions, console: Console) -> bool | N
                     "is --tokenizer that of both models?"
                 )
         tolerance = TOLERANCE[options.dtype] if options.tolerance is None else options.tolerance
-        found = _compare(models, ids, length, tolerance, about, console)
-    _print(sides, models, found, options, (len(ids), length, tolerance), console)
+        found = SideBySide(length, tolerance)
+        _compare(found, models, ids, tokenizer, console)
+    _print(sides, models, found, options, console)
     return not found.beyond
 
 
@@ -160,23 +165,23 @@ def _device(name: str) -> torch.device:
 
 
 def _compare(
-    models: list[ComputedModel], ids: list[int], length: int, tolerance: float, tokenizer: Tokenizer, console: Console
-) -> SideBySide:
-    found = SideBySide()
+    found: SideBySide, models: list[ComputedModel], ids: list[int], tokenizer: Tokenizer, console: Console
+) -> None:
+    """Add all windows of a text."""
     common = min(model.vocab_size for model in models)
     chunk = max(1, _CHUNK_BYTES // (4 * max(model.vocab_size for model in models)))
     with progress(console, "comparing tokens", len(ids)) as advance:
-        for begin in range(0, len(ids), length):
-            window = torch.tensor(ids[begin : begin + length])
+        for begin in range(0, len(ids), found.length):
+            window = torch.tensor(ids[begin : begin + found.length])
             for first in range(0, len(window), chunk):
                 last = min(first + chunk, len(window))
                 logits = [model.logits(window, first, last) for model in models]
                 _add_losses(found, logits, window[first + 1 : last + 1], common)
                 a_CV, b_CV = (each[:, :common] for each in logits)
-                for place in _add_differences(found, a_CV, b_CV, tolerance)[:1]:
-                    _name_first(found, ids, begin + first + place, (a_CV[place], b_CV[place]), tokenizer)
+                place = _add_differences(found, a_CV, b_CV)
+                if place is not None and not found.first:
+                    found.first = _named(ids, begin + first + place, a_CV[place], b_CV[place], tokenizer)
                 advance(last - first)
-    return found
 
 
 def _add_losses(found: SideBySide, logits: list[Tensor], targets_C: Tensor, common: int) -> None:
@@ -187,29 +192,24 @@ def _add_losses(found: SideBySide, logits: list[Tensor], targets_C: Tensor, comm
             sums[side] += float(torch.nn.functional.cross_entropy(scored_CV, targets_C, reduction="sum"))
 
 
-def _add_differences(found: SideBySide, a_CV: Tensor, b_CV: Tensor, tolerance: float) -> list[int]:
-    """Add a chunk; returns its places beyond the tolerance. What is not a number is beyond each tolerance."""
+def _add_differences(found: SideBySide, a_CV: Tensor, b_CV: Tensor) -> int | None:
+    """Add a chunk; returns its first place beyond the tolerance. What is not a number is beyond each tolerance."""
     apart_CV = (a_CV - b_CV).abs()
-    beyond_C = ~(apart_CV <= tolerance * (1 + a_CV.abs())).all(dim=1)
+    beyond_C = ~(apart_CV <= found.tolerance * (1 + a_CV.abs())).all(dim=1)
     largest_C = apart_CV.nan_to_num(math.inf).amax(dim=1)
     found.largest = max(found.largest, float(largest_C.max()))
     found.relative = max(found.relative, float((largest_C / a_CV.abs().amax(dim=1).clamp(min=1e-30)).max()))
     found.positions += len(a_CV)
     found.agreeing += int((a_CV.argmax(dim=1) == b_CV.argmax(dim=1)).sum())
-    places: list[int] = beyond_C.nonzero().flatten().tolist()
-    found.beyond += len(places)
-    return places
+    found.beyond += int(beyond_C.sum())
+    return int(beyond_C.int().argmax()) if bool(beyond_C.any()) else None
 
 
-def _name_first(
-    found: SideBySide, ids: list[int], place: int, logits: tuple[Tensor, Tensor], tokenizer: Tokenizer
-) -> None:
-    if found.first:
-        return
-    a_V, b_V = logits
+def _named(ids: list[int], place: int, a_V: Tensor, b_V: Tensor, tokenizer: Tokenizer) -> str:
+    """A position in words: the text up to it, and its logits that differ most."""
     worst = int((a_V - b_V).abs().nan_to_num(math.inf).argmax())
     before = tokenizer.decode(ids[max(0, place - 24) : place + 1])
-    found.first = (
+    return (
         f"token {place:,} of the text (behind '{storage.shown(before[-60:])}'), most for the id {worst}: "
         f"{float(a_V[worst]):.6g} and {float(b_V[worst]):.6g}"
     )
@@ -220,10 +220,8 @@ def _print(
     models: list[ComputedModel],
     found: SideBySide,
     options: CheckOptions,
-    sizes: tuple[int, int, float],
     console: Console,
 ) -> None:
-    count, length, tolerance = sizes
     table = Table(box=None, pad_edge=False)
     for head in ("", "A", "B", "difference"):
         table.add_column(head, overflow="fold", justify="left" if not head else "right")
@@ -241,7 +239,7 @@ def _print(
     table.add_row("positions with the same likeliest id", "", "", f"{found.agreeing:,} of {found.positions:,}")
     table.add_row("positions beyond the tolerance", "", "", f"{found.beyond:,} of {found.positions:,}")
     print_table(console, table)
-    say(console, f"{count:,} tokens of {options.text} in windows of {length:,}, in {options.dtype}.")
+    say(console, f"{found.positions:,} tokens of {options.text} in windows of {found.length:,}, in {options.dtype}.")
     if models[0].vocab_size != models[1].vocab_size:
         common = min(model.vocab_size for model in models)
         say(
@@ -252,9 +250,9 @@ def _print(
     if sides[0].package == sides[1].package:
         say(console, f"Both are computed by {sides[0].package}: that its code is right is not shown.")
     if found.beyond:
-        say(console, f"DIFFERENT beyond --tolerance {tolerance:g}, first at {found.first}.")
+        say(console, f"DIFFERENT beyond --tolerance {found.tolerance:g}, first at {found.first}.")
     else:
-        say(console, f"Equal within --tolerance {tolerance:g}.")
+        say(console, f"Equal within --tolerance {found.tolerance:g}.")
 
 
 def _check_sums(sides: list[ComparedSide], missing: list[ComparedSide], console: Console) -> bool | None:
