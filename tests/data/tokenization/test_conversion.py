@@ -368,6 +368,7 @@ def test_ids_are_those_of_tiktoken_and_of_gpt2(tmp_path: Path, kind: str) -> Non
     assert code == 0 and " 0 of" in said, said
 
 
+@pytest.mark.guard
 def test_a_text_that_is_not_utf_8_is_named(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
     file = write(tmp_path / "a.model", made.model(scored(PIECES)))
