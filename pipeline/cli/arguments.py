@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -103,3 +104,16 @@ def shard_bytes(text: str | None) -> int | None:
     if size < 1:
         raise UserError(f"--max-shard is {text!r}; it must be at least one byte")
     return int(size)
+
+
+def special_ids(entries: Iterable[str]) -> dict[str, int]:
+    """Special tokens with their ids, of --special TOKEN=ID; a `UserError` if an entry is not of this form."""
+    found: dict[str, int] = {}
+    for entry in entries:
+        token, _, number = entry.rpartition("=")
+        if not token or not (number.isascii() and number.isdecimal() and len(number) < 10):
+            raise UserError(f"--special is {entry!r}; write TOKEN=ID, like '<|endoftext|>=50256'")
+        if token in found:
+            raise UserError(f"--special gives {token!r} twice")
+        found[token] = int(number)
+    return found

@@ -12,7 +12,10 @@ import signal
 import threading
 from collections.abc import Iterator
 
-FOREIGN_PARSERS = ("trafilatura", "ftfy", "fasttext", "tokenizers", "gigatoken", "fastokens")
+FOREIGN_PARSERS = (
+    *("trafilatura", "ftfy", "fasttext", "tokenizers", "gigatoken", "fastokens"),
+    *("sentencepiece", "tiktoken", "regex"),
+)
 """Packages that texts of others are given to, record by record. Each call is inside of `parsing`."""
 SLOT_BYTES = 2048
 SKIPPED = "listed in skip_records"

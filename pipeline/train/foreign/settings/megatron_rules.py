@@ -118,7 +118,7 @@ def _tokenizer(given: Given, row: SettingRow) -> Settings:
         return {}
     if kind == "HuggingFaceTokenizer":
         return {"tokenizer.path": f"{model}/tokenizer.json"}
-    raise Left(f"{kind}: make a tokenizer.json of it, and set tokenizer.path")
+    raise Left(f"{kind}: make a tokenizer.json of it with `pipeline convert tokenizer`, and set tokenizer.path")
 
 
 def _read_by(given: Given, row: SettingRow) -> Settings:
