@@ -71,6 +71,7 @@ def _exists(name: str) -> bool:
     return all(each in known for each in (rest if rest and rest[0][0].isupper() else rest[:1]))
 
 
+@pytest.mark.guard
 def test_every_dotted_name_and_path_of_ours_exists() -> None:
     known = {key.path for key in keys(Config)} | {f"slurm.{key.path}" for key in keys(SiteConfig)}
     known |= {f"pipeline.{kind}" for kind in get_args(Kind)}  # groups of entry points

@@ -87,6 +87,7 @@ def _found(texts: Iterable[tuple[str, str]], avoid: Mapping[str, str]) -> list[s
     ]
 
 
+@pytest.mark.guard
 def test_words() -> None:
     found = _found([*_docstrings(), *_pages()], AVOID)
     assert not found, "\n".join(found)
@@ -100,12 +101,14 @@ def test_words_of_messages() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.guard
 def test_the_first_line_of_a_docstring_names_the_thing() -> None:
     opened = re.compile(rf"({'|'.join(OPENERS)})\b")
     found = [f"{place}: {text.splitlines()[0]}" for place, text in _docstrings() if opened.match(text)]
     assert not found, "\n".join(found)
 
 
+@pytest.mark.guard
 def test_names() -> None:
     found = []
     for path in sorted([*ROOT.glob("pipeline/**/*.py"), *ROOT.glob("slurm/**/*.py")]):

@@ -19,6 +19,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 NOTEBOOK = DOCS / "python-interface.ipynb"
 
 
+@pytest.mark.guard
 def test_the_notebook_has_no_outputs() -> None:
     nbformat = pytest.importorskip("nbformat")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
