@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+import pytest
+
 from pipeline.config import Config
 from pipeline.config.parsing.schema import keys
 from pipeline.config.plugins import Kind
