@@ -268,7 +268,7 @@ def _placed(config: Config, folder: Path) -> Config:
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": folder}),
-            "data": config.data.model_copy(update={"dir": config.data_dir}),
+            "data": config.data.model_copy(update={"dir": config.data.dir or config.data_dir}),
         }
     )
 

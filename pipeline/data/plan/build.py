@@ -21,8 +21,8 @@ from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
-from pipeline.data.datasets.open import dataset_folder, open_datasets, open_set, open_split
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.datasets.open import dataset_place, is_finished, open_datasets, open_set, open_split
 from pipeline.data.datasets.validate import check_datasets, check_tokenizers
 from pipeline.data.loading.objectives.choice import check_objectives, uses
 from pipeline.data.loading.stream_shape import padding_share, stream_shape
@@ -169,10 +169,10 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
     found: dict[str, Dataset | Assumed] = {}
     missing = []
     for source in config.data.sources:
-        folder = dataset_folder(config, source, TRAIN)
+        folder = dataset_place(config, source, TRAIN)
         if source.name in assumed:
             found[source.name] = assumed[source.name]
-        elif (folder / MANIFEST_FILE).exists():
+        elif is_finished(config, folder):
             found[source.name] = open_split(config, source, TRAIN)
         else:
             missing.append((source.name, folder))
