@@ -38,6 +38,7 @@ from pipeline.data.datasets.node_folder import CHECKED_FILE, alone, checked_row
 from pipeline.data.datasets.open import stage_folder
 from pipeline.data.datasets.packing.files import PACKS, file_hashes, pack_command, packs_folder
 from pipeline.data.datasets.validate import file_sizes, part_prefixes, repair
+from pipeline.data.loading.node_copier import keep_copies, parts_with
 from pipeline.data.order.journal import Journal
 
 _THREADS = 4
@@ -118,13 +119,8 @@ class _Copy:
 
     def need(self, documents: tuple[int, int] | None) -> None:
         """The parts with documents [first, end) are needed; None for all."""
-        if documents is None:
-            # All but what was appended to the dataset since the run began.
-            self._needed[: self._dataset.manifest.parts] = True
-            return
         counts = self._parts["documents"].astype(np.int64)
-        ends = np.cumsum(counts)
-        self._needed |= (counts > 0) & (ends > documents[0]) & (ends - counts < documents[1])
+        self._needed |= parts_with(counts, documents, self._dataset.manifest.parts)
 
     def missing(self) -> list[_File]:
         """The files that are needed, and not known to be there and right."""
@@ -171,6 +167,8 @@ class _Copy:
 
     def opened(self, dataset: Dataset, read: ReadBy) -> Dataset:
         """The copy of a dataset of this fingerprint. Its manifest and the counts of its parts are in memory already."""
+        # What a run brought that reads the same dataset from a bucket is of this one, too.
+        keep_copies(self.folder, [f"{prefix}.bin" for prefix in part_prefixes(Path(), self._parts[self._needed])])
         return _LocalCopy(self.folder, dataset, self._parts, self._needed, read)
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from rich.console import Console
 
 from pipeline.config import Config
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import IndexedWriter, part_files, part_prefix
 from pipeline.data.datasets.manifest import PART, write_dataset
-from pipeline.data.datasets.remote.sums import SUFFIX, SumWriter
 from pipeline.data.packing.make import PackMaker
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data.runs import make_config
@@ -43,9 +41,19 @@ def write_dataset_of_parts(folder: Path, parts: int, tokens: int, seed: int = 0,
                 count = min(left, int(chance.integers(1, 400)))
                 writer.add_document(chance.integers(1, 250, count))
                 left -= count
-        part_files(prefix)[2].write_bytes(bytes(24 * writer.documents))
+        origins = bytes(24 * writer.documents)
+        part_files(prefix)[2].write_bytes(origins)
         size = 0 if unit == 1 else tokens
-        table[unit] = (size, writer.documents, unit, 0, writer.bin.hash, writer.idx.hash, 0, 0)
+        table[unit] = (
+            size,
+            writer.documents,
+            unit,
+            0,
+            writer.bin.hash,
+            writer.idx.hash,
+            xxhash.xxh3_64_intdigest(origins),
+            0,
+        )
     about = {"source": "s", "split": "train", "text_bytes": 1, "config_hash": "", "code_version": "", "settings": {}}
     write_dataset(folder, table, tokenizer, about)
     if pack:
@@ -53,34 +61,9 @@ def write_dataset_of_parts(folder: Path, parts: int, tokens: int, seed: int = 0,
     return folder
 
 
-def objects_of(folder: Path, key: str) -> dict[str, bytes]:
-    """The objects of a dataset by key; the manifest is the last."""
-    fingerprint = Dataset.open(folder).whole.fingerprint
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if not path.is_file() or name == MANIFEST_FILE:
-            continue
-        found[f"{key}/{fingerprint}/{name}"] = data = path.read_bytes()
-        if name != PARTS_FILE:
-            writer = SumWriter()
-            writer.update(data)
-            found[f"{key}/{fingerprint}/{name}{SUFFIX}"] = writer.sums()
-    found[f"{key}/{MANIFEST_FILE}"] = (folder / MANIFEST_FILE).read_bytes()
-    return found
-
-
-def put_datasets(folder: Path, key: str, put: Callable[[str, bytes], object]) -> dict[str, bytes]:
-    """Write the datasets of a data folder, and return their objects."""
-    found = {}
-    for manifest in sorted(folder.glob(f"*/*/{MANIFEST_FILE}")):
-        found |= objects_of(manifest.parent, f"{key}/{manifest.parent.relative_to(folder)}")
-    for name, data in found.items():
-        put(name, data)
-    return found
-
-
-def config_of(root: Path, where: str | Path, names: str = "ab", stage: dict[str, Any] | None = None, **keys: Any) -> Config:
+def config_of(
+    root: Path, where: str | Path, names: str = "ab", stage: dict[str, Any] | None = None, **keys: Any
+) -> Config:
     """A run of some sources of datasets that are there already.
 
     Args:
@@ -88,12 +71,13 @@ def config_of(root: Path, where: str | Path, names: str = "ab", stage: dict[str,
         where: folder or URL with a folder for each source.
         names: a letter for each.
         stage: its keys.
-        keys: of `train`, and `loader` and `remote` of `data`.
+        keys: of `train`; `loader` and `remote` of `data`; and `blend`.
     """
+    blend = keys.pop("blend", {})
     data = {key: keys.pop(key) for key in ("loader", "remote") if key in keys}
     sources = [{"name": name, "dataset": f"{where}/{name}"} for name in names]
     config = make_config(root, sources, **data)
     values = config.model_dump(mode="json", exclude_unset=True)
     values["train"] |= {"duration": "30 steps", "sequence_length": 64, "batch_size": 8, "micro_batch_size": 2, **keys}
-    values["stage"] = stage or {}
+    values |= {"stage": stage or {}, "blend": blend}
     return Config.model_validate(values)

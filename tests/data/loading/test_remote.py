@@ -9,18 +9,21 @@ from typing import Any
 import pytest
 import torch
 from obstore.store import MemoryStore
+from rich.console import Console
 
 from pipeline.common.errors import UserError
 from pipeline.common.objects import stores
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.retries import COUNTS
 from pipeline.common.objects.stores import use_store
-from pipeline.common.objects.urls import parse_url
+from pipeline.common.objects.urls import parse_folder, parse_url
 from pipeline.data.datasets.open import open_datasets
+from pipeline.data.datasets.remote.push import push
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader, open_loader
-from tests.data.loading.remote import config_of, put_datasets, write_dataset_of_parts
+from tests.data.loading.remote import config_of, write_dataset_of_parts
+from tests.waiting import until
 
 URL = "s3://bucket/data"
 
@@ -44,13 +47,14 @@ def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def memory() -> MemoryStore:
     store = MemoryStore()
-    use_store(parse_url(f"{URL}/x"), RemoteAccess(), store)
+    for access in (RemoteAccess(), RemoteAccess(request_bytes=2**24)):
+        use_store(parse_url(f"{URL}/x"), access, store)
     return store
 
 
 @pytest.fixture
 def bucket(disk: Path, memory: MemoryStore) -> MemoryStore:
-    put_datasets(disk, "data", memory.put)
+    push(disk, parse_folder(URL), RemoteAccess(), Console(quiet=True))
     return memory
 
 
@@ -78,3 +82,101 @@ def test_batches_are_those_of_the_disk(disk: Path, bucket: MemoryStore, tmp_path
         assert all(equal(x, y) for x, y in zip(a.iterate(0, 30), b.iterate(0, 30), strict=True))
         assert equal(a.batches(17), b.batches(17))  # any step, in any order
     assert not list((tmp_path / "node").rglob("parts/*/*.bin"))
+
+
+def copies(node: Path) -> list[Path]:
+    """Tokens of parts that were copied."""
+    return sorted(node.rglob("parts/*/*.bin"))
+
+
+def slowly(steps: Iterator[StepData], node: Path, count: int) -> Iterator[StepData]:
+    """Steps, of which the sixth waits until parts were copied."""
+    for number, step in enumerate(steps):
+        if number == 5:
+            until(lambda: len(copies(node)) >= count)
+        yield step
+
+
+def test_parts_are_copied_while_they_are_read(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
+    node = tmp_path / "node"
+    config = config_of(tmp_path, URL, stage={"data": "local", "dir": str(node)})
+    (on_disk,), (remote,) = loaders(config_of(tmp_path, disk)), loaders(config)
+    steps = slowly(remote.iterate(0, 30), node, 5)
+    assert all(equal(x, y) for x, y in zip(on_disk.iterate(0, 30), steps, strict=True))
+    files = {path.read_bytes() for path in disk.rglob("parts/*/*.bin")} - {b""}
+    assert {path.read_bytes() for path in copies(node)} == files
+    # The next start reads them, and nothing else of the bucket but manifests.
+    before = COUNTS.bytes
+    (again,) = loaders(config)
+    assert all(equal(x, y) for x, y in zip(on_disk.iterate(0, 30), again.iterate(0, 30), strict=True))
+    assert COUNTS.bytes - before < 20_000
+
+
+def test_a_small_cache_stays_within_its_bound(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
+    node, most = tmp_path / "node", 500_000
+    config = config_of(tmp_path, URL, stage={"data": "local", "dir": str(node), "size": most})
+    (on_disk,), (remote,) = loaders(config_of(tmp_path, disk)), loaders(config)
+    steps = slowly(remote.iterate(0, 30), node, 2)
+    for x, y in zip(on_disk.iterate(0, 30), steps, strict=True):
+        assert equal(x, y)
+        assert sum(path.stat().st_size for path in copies(node)) <= most
+    assert copies(node)
+
+
+def test_what_no_later_step_reads_gives_way(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
+    """Source a is read in the first phase, b in the second; the cache has room for a part of a, or for all of b."""
+    node, blend = tmp_path / "node", {"phases": [{"until": "15 steps", "weights": {"a": 1}}, {"weights": {"b": 1}}]}
+    stage = {"data": "local", "dir": str(node), "size": 300_000}
+    config = config_of(tmp_path, URL, stage=stage, blend=blend)
+    (on_disk,), (remote,) = loaders(config_of(tmp_path, disk, blend=blend)), loaders(config)
+    of_b = {path.read_bytes() for path in (disk / "b").rglob("parts/*/*.bin")} - {b""}
+    for number, (x, y) in enumerate(zip(on_disk.iterate(0, 30), remote.iterate(0, 30), strict=True)):
+        assert equal(x, y)
+        assert sum(path.stat().st_size for path in copies(node)) <= 300_000
+        if number == 10:
+            until(lambda: len(copies(node)) == 1)
+        if number == 25:
+            until(lambda: of_b <= {path.read_bytes() for path in copies(node)})
+
+
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_replaced_object_is_refused_by_name(disk: Path, bucket: MemoryStore, tmp_path: Path, copied: bool) -> None:
+    stage = {"data": "local" if copied else "shared", "dir": str(tmp_path / "node")}
+    (remote,) = loaders(config_of(tmp_path, URL, names="a", stage=stage))
+    for key in keys_of(bucket, ".bin"):
+        data = bytearray(bytes(bucket.get(key).bytes()))
+        data[::100] = bytes(len(data[::100]))
+        bucket.put(key, bytes(data))
+    with pytest.raises(UserError, match=r"s3://bucket/data/a/train/\w+/parts/00000/0000000\d.bin: .* not those"):
+        list(remote.iterate(0, 30))
+    assert not copies(tmp_path / "node")
+
+
+def test_the_same_bytes_under_another_etag_are_read(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
+    (on_disk,) = loaders(config_of(tmp_path, disk))
+    (remote,) = loaders(config_of(tmp_path, URL, stage={"dir": str(tmp_path / "node")}))
+    for key in keys_of(bucket, ".bin"):
+        bucket.put(key, bytes(bucket.get(key).bytes()))
+    assert all(equal(x, y) for x, y in zip(on_disk.iterate(0, 5), remote.iterate(0, 5), strict=True))
+
+
+@pytest.mark.parametrize("suffix", [".idx", "parts/00000/00000000.bin.sum", "parts.bin", "tokenizer.json"])
+def test_what_readers_need_first_is_compared(disk: Path, bucket: MemoryStore, tmp_path: Path, suffix: str) -> None:
+    key = keys_of(bucket, suffix)[0]
+    data = bytes(bucket.get(key).bytes())
+    bucket.put(key, data[:-1] + bytes([data[-1] ^ 1]))
+    config = config_of(tmp_path, URL, stage={"dir": str(tmp_path / "node")})
+    with pytest.raises(UserError, match=key):
+        loaders(config)
+    bucket.put(key, data)
+    loaders(config)
+
+
+def test_no_dataset(memory: MemoryStore, tmp_path: Path) -> None:
+    config = config_of(tmp_path, URL, stage={"dir": str(tmp_path / "node")})
+    with pytest.raises(UserError, match="s3://bucket/data/a has no split 'train'"):
+        open_datasets(config, "train")
+
+
+def keys_of(bucket: MemoryStore, suffix: str) -> list[str]:
+    return sorted(meta["path"] for page in bucket.list() for meta in page if meta["path"].endswith(suffix))
