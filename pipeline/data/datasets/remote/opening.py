@@ -91,6 +91,17 @@ def open_remote(
     return RemoteDataset(url, access, node.folder, manifest, parts, read, generation)
 
 
+def opening_requests(dataset: RemoteDataset, pack_lengths: Sequence[int]) -> int:
+    """Requests for all that `open_remote` fetches to a node that has nothing of a dataset."""
+    whole, lengths = (
+        dataset.whole,
+        [length for length in pack_lengths if (dataset.folder / PACKS / str(length)).is_dir()],
+    )
+    packs = sum(len(pack_file_hashes(dataset.folder, dataset.newer, length)) for length in lengths)
+    # The manifest is two, `parts.bin` is one; of a part the index, the hashes of its blocks, and loss weights.
+    return 3 + len(whole.files) + (3 if whole.has_weights else 2) * len(dataset.files) + packs
+
+
 @dataclass(frozen=True)
 class _File:
     """A file that is fetched as a whole.
