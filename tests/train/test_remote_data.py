@@ -7,6 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -169,9 +170,9 @@ def test_each_node_copies_each_part_once(server: Server, tmp_path: Path) -> None
 def test_the_first_step_comes_before_a_tenth_of_the_bytes(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_dataset_of_parts(tmp_path / "disk" / "s" / "train", 40, 500_000)
+    write_dataset_of_parts(tmp_path / "disk" / "s" / "train", 60, 500_000)
     size = sum(path.stat().st_size for path in (tmp_path / "disk").rglob("*.bin"))
-    url, stage = f"s3://{BUCKET}/big", {"dir": str(tmp_path / "node"), "data": "local", "ahead": 2}
+    url, stage = f"s3://{BUCKET}/big", {"dir": str(tmp_path / "node"), "data": "local", "ahead": 1}
     with faults(server.server.port) as proxy:
         for name, value in environment(proxy.endpoint).items():
             monkeypatch.setenv(name, value)
@@ -221,13 +222,13 @@ def test_a_killed_run_resumes(server: Server, tmp_path: Path) -> None:
     words = words_of(server, "killed", node, "stage.data=local")
     process = subprocess.Popen(command(*words), env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until(lambda: (checkpoints / "step-00000008" / "COMMIT").exists(), process)
+        until((checkpoints / "step-00000008" / "COMMIT").exists, process)
     finally:
         process.kill()
         process.wait()
     check(run(server, *words, endpoint=server.server.endpoint))
     assert exact(server.root / "killed") == server.expected
-    assert not [path for path in node.rglob("*.tmp")]
+    assert not list(node.rglob("*.tmp"))
 
 
 @needs_seaweed
@@ -239,17 +240,18 @@ def test_an_object_that_is_replaced_is_refused_by_name(server: Server, tmp_path:
     keys = [key for key in keys if "/train/" in key]
     before = {key: bytes(store.get(key).bytes()) for key in keys}
 
-    def replace() -> None:
-        for key, content in before.items():
-            store.put(key, bytes(len(content)))
+    with faults(server.server.port) as proxy, ThreadPoolExecutor(1) as pool:
 
-    with faults(server.server.port, "replace") as proxy:
-        proxy.replace, proxy.after = replace, 120
-        name = f"replaced-{data}"
+        def replace() -> None:
+            until(lambda: any(".bin " in line for line in proxy.requests))
+            for key, content in before.items():
+                store.put(key, bytes(len(content)))
+
+        replaced, name = pool.submit(replace), f"replaced-{data}"
+        words = words_of(server, name, tmp_path / "node", f"stage.data={data}", "stage.ahead=1")
         try:
-            done = run(
-                server, *words_of(server, name, tmp_path / "node", f"stage.data={data}"), endpoint=proxy.endpoint
-            )
+            done = run(server, *words, endpoint=proxy.endpoint)
+            replaced.result()
         finally:
             for key, content in before.items():
                 store.put(key, content)

@@ -62,6 +62,10 @@ class _Cached:
     hashes: list[int]
     documents: npt.NDArray[np.int64]
     """Documents of each part."""
+    here: set[int] = field(default_factory=set)
+    """Parts whose tokens are on this node, as whoever copies knows."""
+    may_go: set[int] = field(default_factory=set)
+    """Those of them that a copier brought, for runs from a bucket alone."""
     wanted: dict[int, int] = field(default_factory=dict)
     """Bytes that the next steps read of parts."""
     urgency: dict[int, float] = field(default_factory=dict)
@@ -75,10 +79,11 @@ class _Cached:
         """Name of the tokens of a part in the folder."""
         return str(self.dataset.copy_of(part).relative_to(self.folder))
 
-    def copied(self) -> list[int]:
-        """Parts whose tokens are here and may be removed."""
+    def look(self) -> None:
+        """Look what is on this node."""
         names = _may_go(self.folder)
-        return [p for p in range(len(self.hashes)) if self.file(p) in names and self.dataset.has_copy(p)]
+        self.here = {part for part in range(len(self.hashes)) if self.dataset.has_copy(part)}
+        self.may_go = {part for part in self.here if self.file(part) in names}
 
 
 def _may_go(folder: Path) -> set[str]:
@@ -182,6 +187,8 @@ class NodeCopier:
         while not self._stop.is_set():
             try:
                 with self._alone() as alone:
+                    for each in self._cached.values() if alone else ():
+                        each.look()
                     while alone and not self._stop.is_set() and self._copy_one():
                         pass
             except Abandoned:
@@ -219,7 +226,7 @@ class NodeCopier:
             (each.urgency.get(part, 0.0), key, part)
             for key, each in self._cached.items()
             for part in lasting[key]
-            if not each.dataset.has_copy(part)
+            if part not in each.here
         ]
         # The most urgent first, and then in the order of the parts.
         for _, key, part in sorted(missing, key=lambda one: (-one[0], one[1], one[2])):
@@ -278,7 +285,7 @@ class NodeCopier:
 
     def _make_room(self, needed: int, wanted: int, lasting: Mapping[str, Sequence[int]]) -> bool:
         """Make room for a part, of which the next steps read some bytes; False if there is none."""
-        there = [(key, part) for key, each in self._cached.items() for part in each.copied()]
+        there = [(key, part) for key, each in self._cached.items() for part in sorted(each.may_go)]
         sizes = {one: self._cached[one[0]].dataset.files[one[1]].size for one in there}
         used, free = sum(sizes.values()), shutil.disk_usage(self._base).free - _ROOM
         most = 2**63 if self._most is None else self._most
@@ -315,6 +322,8 @@ class NodeCopier:
 
     def _evict(self, cached: _Cached, part: int) -> None:
         cached.dataset.copy_of(part).unlink(missing_ok=True)
+        cached.here.discard(part)
+        cached.may_go.discard(part)
         storage.add_json_line(cached.folder / EVICTED_FILE, {"file": cached.file(part)})
 
     def _copy(self, cached: _Cached, part: int) -> None:
@@ -342,13 +351,15 @@ class NodeCopier:
             # Before it has its name: a copy that nobody has noted would never give way.
             storage.add_json_line(cached.folder / COPIED_FILE, {"file": cached.file(part)})
             copy.commit()
+        cached.here.add(part)
+        cached.may_go.add(part)
         with closing(storage.JsonLines(cached.folder / CHECKED_FILE)) as notes:
             notes.write(checked_row(cached.folder, cached.file(part), cached.hashes[part]))
 
     def _say_full(self) -> None:
         if not self._is_full:
             self._is_full = True
-            copied = [each.dataset.files[part].size for each in self._cached.values() for part in each.copied()]
+            copied = [each.dataset.files[part].size for each in self._cached.values() for part in each.may_go]
             say(
                 Console(),
                 f"no room for more copies of datasets in {self._base}: {counted(len(copied), 'part')} "

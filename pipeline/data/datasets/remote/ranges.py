@@ -22,6 +22,8 @@ REQUESTS = 16
 """Requests of a training process that are in flight at a time, at least."""
 _GAP = 2
 """Blocks between two that are wanted which are fetched along: a request takes longer than they do."""
+_ON = 16
+"""Blocks of a request that continues where nobody asked ahead, as held-out texts are read."""
 _KEPT_BYTES = 2**26
 """Bytes that are kept of what nobody asked for ahead, for the next look at them."""
 
@@ -205,6 +207,9 @@ class RangeReader:
         keys = [(part, block) for block in range(first, last)]
         with self._lock:
             new = self._runs([key for key in keys if key not in self._blocks])
+            if new and (part, new[-1].first - 1) in self._blocks:
+                blocks = -(-self._files[part].size // BLOCK_BYTES)
+                new[-1].end = max(new[-1].end, min(new[-1].first + min(_ON, self._most), blocks))
             for run in new:
                 self._blocks |= dict.fromkeys(run.keys, run)
                 self._kept[run] = (run.end - run.first) * BLOCK_BYTES
