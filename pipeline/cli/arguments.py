@@ -29,10 +29,10 @@ def _be_verbose(wanted: bool) -> bool:
 
 
 def on_a_disk(path: Path) -> Path:
-    """A path, which is no URL of a bucket.
+    """A path of a disk.
 
     Raises:
-        UserError: it is one.
+        UserError: it is the URL of a bucket.
     """
     if found := re.match("(s3|gs|az):/+", str(path)):
         url = f"{found[1]}://{str(path)[found.end() :]}"

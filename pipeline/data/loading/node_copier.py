@@ -208,7 +208,7 @@ class NodeCopier:
 
     @contextmanager
     def _alone(self) -> Iterator[bool]:
-        """Whether this process copies; another one of the node may."""
+        """The lock of who copies; yields False if another process of the node has it."""
         file = open_lock_file(self._base / LOCK_FILE)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -240,7 +240,7 @@ class NodeCopier:
         return False
 
     def _plan(self) -> int:
-        """What the next steps read; returns the step of the slowest reader of the run on this node."""
+        """Count what the next steps read; returns the step of the slowest reader of the run on this node."""
         readers = [
             reader
             for each in self._cached.values()

@@ -22,10 +22,14 @@ from pipeline.data.datasets.remote.push import push
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.loading.batch import StepData
 from pipeline.data.loading.loader import Loader, open_loader
+from pipeline.data.loading.local_copy import copy_locally
+from pipeline.data.loading.node_readers import NodeReader, live_readers
+from pipeline.data.order.phases import plan_journal
 from tests.data.loading.remote import config_of, write_dataset_of_parts
 from tests.waiting import until
 
 URL = "s3://bucket/data"
+PHASES = {"phases": [{"until": "15 steps", "weights": {"a": 1}}, {"weights": {"b": 1}}]}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -125,7 +129,7 @@ def test_a_small_cache_stays_within_its_bound(disk: Path, bucket: MemoryStore, t
 
 def test_what_no_later_step_reads_gives_way(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
     """Source a is read in the first phase, b in the second; the cache has room for a part of a, or for all of b."""
-    node, blend = tmp_path / "node", {"phases": [{"until": "15 steps", "weights": {"a": 1}}, {"weights": {"b": 1}}]}
+    node, blend = tmp_path / "node", PHASES
     stage = {"data": "local", "dir": str(node), "size": 300_000}
     config = config_of(tmp_path, URL, stage=stage, blend=blend)
     (on_disk,), (remote,) = loaders(config_of(tmp_path, disk, blend=blend)), loaders(config)
@@ -137,6 +141,36 @@ def test_what_no_later_step_reads_gives_way(disk: Path, bucket: MemoryStore, tmp
             until(lambda: len(copies(node)) == 1)
         if number == 25:
             until(lambda: of_b <= {path.read_bytes() for path in copies(node)})
+
+
+def test_what_another_run_reads_stays(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
+    node = tmp_path / "node"
+    config = config_of(tmp_path, URL, stage={"data": "local", "dir": str(node), "size": 300_000}, blend=PHASES)
+    (remote,) = loaders(config)
+    folder = open_datasets(config, "train")["a"].folder
+    for number, _ in enumerate(remote.iterate(0, 30)):
+        if number == 10:
+            (kept,) = until(lambda: copies(node))
+            other = NodeReader(folder, tmp_path / "other", 0, 0)
+            assert {reader.run for reader in live_readers(folder)} == {str(tmp_path / "other"), str(config.run.dir)}
+    assert kept in copies(node)
+    other.close()
+    assert not list(live_readers(folder))
+
+
+def test_a_run_from_a_disk_takes_the_copies_over(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
+    node = tmp_path / "node"
+    stage = {"data": "local", "dir": str(node)}
+    (remote,) = loaders(config_of(tmp_path, URL, names="a", stage=stage))
+    list(slowly(remote.iterate(0, 30), node, 3))
+    of_a = {path: path.stat().st_ino for path in copies(node)}
+    config = config_of(tmp_path, disk, names="a", stage=stage)
+    datasets = open_datasets(config, "train")
+    copy_locally(config, datasets, plan_journal(config, datasets))
+    # They do not give way any more, nor count as copies of the run from the bucket.
+    (remote,) = loaders(config_of(tmp_path, URL, stage=stage | {"size": 300_000}, blend=PHASES))
+    list(slowly(remote.iterate(0, 30), node, 5))
+    assert of_a.items() <= {path: path.stat().st_ino for path in copies(node)}.items()
 
 
 @pytest.mark.parametrize("copied", [False, True])
