@@ -143,7 +143,8 @@ def open_set(config: Config, name: str) -> dict[str, Dataset]:
             where = "pipeline preprocess RUN.yaml makes it"
             if source.dataset is not None:
                 split = f"{key}.split" if isinstance(source, HeldOutSourceConfig) else f"heldout_sets.{name}.split"
-                where = f"correct {key}.dataset or {split}, or make it (`pipeline data adopt --split NAME`)"
+                last = str(place).rpartition("/")[2]
+                where = f"correct {key}.dataset or {split}, or make it (`pipeline data adopt --split {last}`)"
             raise UserError(f"heldout_sets.{name}: source {each!r} has no dataset {place}: {where}")
         found[each] = open_dataset(config, place)
     if not any(dataset.tokens for dataset in found.values()):

@@ -166,14 +166,16 @@ class Loader:
 
         if self._copier is not None:
             self._copier.begin(first, last)
-        yield from read_ahead(read, first, last, self._prefetch, self._give_up)
+        try:
+            yield from read_ahead(read, first, last, self._prefetch, self._give_up)
+        finally:
+            if self._copier is not None:
+                self._copier.end()
 
     def _give_up(self) -> None:
-        """End what is fetched and copied."""
+        """End what reading may wait for."""
         if self._fetch is not None:
             self._fetch.give_up()
-        if self._copier is not None:
-            self._copier.end()
 
     def tokens_by_source(self, step: int) -> dict[str, int]:
         """Targets drawn from each source by all steps before `step`, masked ones included.
