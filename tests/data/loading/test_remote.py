@@ -101,9 +101,10 @@ def slowly(steps: Iterator[StepData], node: Path, count: int) -> Iterator[StepDa
         yield step
 
 
-def test_parts_are_copied_while_they_are_read(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", ["mmap", "pread"])
+def test_parts_are_copied_while_they_are_read(disk: Path, bucket: MemoryStore, tmp_path: Path, read: str) -> None:
     node = tmp_path / "node"
-    config = config_of(tmp_path, URL, stage={"data": "local", "dir": str(node)})
+    config = config_of(tmp_path, URL, stage={"data": "local", "dir": str(node)}, loader={"read": read})
     (on_disk,), (remote,) = loaders(config_of(tmp_path, disk)), loaders(config)
     steps = slowly(remote.iterate(0, 30), node, 5)
     assert all(equal(x, y) for x, y in zip(on_disk.iterate(0, 30), steps, strict=True))
