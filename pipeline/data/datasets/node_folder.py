@@ -85,8 +85,13 @@ def _unusable(base: Path, why: str) -> MachineError:
 
 
 @contextmanager
-def alone(base: Path) -> Iterator[None]:
-    """Wait until no other process of the user copies on this node. The lock of a process that has died is free."""
+def alone(base: Path, console: Console) -> Iterator[None]:
+    """Wait until no other process of the user copies on this node. The lock of a process that has died is free.
+
+    Args:
+        base: the folder.
+        console: hears of a wait.
+    """
     with ExitStack() as stack:
         try:
             # Of this user alone, so that it is one of theirs that is waited for, however long a copy takes.
@@ -96,7 +101,7 @@ def alone(base: Path) -> Iterator[None]:
             except BlockingIOError:
                 lock.seek(0)
                 holder = lock.read(20).decode(errors="replace") or "that has just started"
-                say(Console(), f"waiting for process {holder}, which copies datasets to {base}")
+                say(console, f"waiting for process {holder}, which copies datasets to {base}")
                 fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             raise _unusable(base, str(error.strerror)) from None

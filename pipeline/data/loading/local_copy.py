@@ -83,7 +83,7 @@ def copy_locally(
                 copies[dataset.fingerprint].need(segment.sources[name].documents)
                 used.add(name)
     if not all(copy.is_complete() for copy in copies.values()):
-        with alone(base):
+        with alone(base, Console()):
             _make(base, list(copies.values()))
     return {
         name: copies[dataset.fingerprint].opened(dataset, config.data.loader.read) if name in used else dataset

@@ -57,7 +57,6 @@ _ROOM = 2**24
 class _Cached:
     """A dataset in a bucket, and its copy on this node."""
 
-    name: str
     dataset: RemoteDataset
     hashes: list[int]
     documents: npt.NDArray[np.int64]
@@ -129,11 +128,11 @@ class NodeCopier:
         self._ahead, self._horizon = ahead, max(_HORIZON, 4 * ahead)
         self._sources = dict(datasets)
         self._cached: dict[str, _Cached] = {}
-        for name, dataset in datasets.items():
+        for dataset in datasets.values():
             if dataset.folder.name not in self._cached:
                 parts = read_parts(dataset.folder, dataset.whole)
                 counts = parts["documents"].astype(np.int64)
-                self._cached[dataset.folder.name] = _Cached(name, dataset, parts["bin"].tolist(), counts)
+                self._cached[dataset.folder.name] = _Cached(dataset, parts["bin"].tolist(), counts)
         self._ranks: dict[int, StepPieces] = {}
         self._planned = -1
         self._readers: list[NodeReader] = []

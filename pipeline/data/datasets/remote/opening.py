@@ -85,7 +85,7 @@ def open_remote(
         )
     node = _NodeCopy(url, access, base, found[0], pack_lengths)
     if not node.is_complete():
-        with alone(base):
+        with alone(base, Console(stderr=True)):
             node.fetch()
     manifest, parts = node.read()
     return RemoteDataset(url, access, node.folder, manifest, parts, read, generation)
@@ -255,7 +255,7 @@ class _NodeCopy:
         missing = [file for file in files if not self._is_right(file, checked)]
         if not missing:
             return
-        say(Console(), f"fetching {counted(len(missing), 'file')} of {self._url} to {self.folder}")
+        say(Console(stderr=True), f"fetching {counted(len(missing), 'file')} of {self._url} to {self.folder}")
         for folder in {(self.folder / file.name).parent for file in missing}:
             storage.make_below(self._base, folder)
         with (
