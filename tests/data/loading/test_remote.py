@@ -11,6 +11,7 @@ import torch
 from obstore.store import MemoryStore
 from rich.console import Console
 
+from pipeline.cli.arguments import on_a_disk
 from pipeline.common.errors import UserError
 from pipeline.common.objects import stores
 from pipeline.common.objects.access import RemoteAccess
@@ -25,6 +26,7 @@ from pipeline.data.loading.loader import Loader, open_loader
 from pipeline.data.loading.local_copy import copy_locally
 from pipeline.data.loading.node_readers import NodeReader, live_readers
 from pipeline.data.order.phases import plan_journal
+from pipeline.data.plan.build import make_data_plan
 from tests.data.loading.remote import config_of, write_dataset_of_parts
 from tests.waiting import until
 
@@ -195,12 +197,15 @@ def test_the_same_bytes_under_another_etag_are_read(disk: Path, bucket: MemorySt
     assert all(equal(x, y) for x, y in zip(on_disk.iterate(0, 5), remote.iterate(0, 5), strict=True))
 
 
-@pytest.mark.parametrize("suffix", [".idx", "parts/00000/00000000.bin.sum", "parts.bin", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "suffix", [".idx", "parts/00000/00000000.bin.sum", "parts.bin", "tokenizer.json", "packs.json"]
+)
 def test_what_readers_need_first_is_compared(disk: Path, bucket: MemoryStore, tmp_path: Path, suffix: str) -> None:
     key = keys_of(bucket, suffix)[0]
     data = bytes(bucket.get(key).bytes())
     bucket.put(key, data[:-1] + bytes([data[-1] ^ 1]))
-    config = config_of(tmp_path, URL, stage={"dir": str(tmp_path / "node")})
+    keys: dict[str, Any] = {"loader": {"packing": "best_fit"}}
+    config = config_of(tmp_path, URL, stage={"dir": str(tmp_path / "node")}, **keys)
     with pytest.raises(UserError, match=key):
         loaders(config)
     bucket.put(key, data)
@@ -211,6 +216,24 @@ def test_no_dataset(memory: MemoryStore, tmp_path: Path) -> None:
     config = config_of(tmp_path, URL, stage={"dir": str(tmp_path / "node")})
     with pytest.raises(UserError, match="s3://bucket/data/a has no split 'train'"):
         open_datasets(config, "train")
+
+
+def test_the_plan_counts_requests(disk: Path, bucket: MemoryStore, tmp_path: Path) -> None:
+    stage = {"dir": str(tmp_path / "node")}
+    keys: dict[str, Any] = {"validation": {"samples": 0}, "loader": {"packing": "best_fit"}}
+    config = config_of(tmp_path, URL, names="a", stage=stage, **keys)
+    before = COUNTS.sent
+    open_datasets(config, "train")
+    opened = COUNTS.sent - before
+    (row,) = make_data_plan(config).remote
+    assert row.open_requests == opened - 2  # a look whether there is the split
+    assert (row.parts, row.bytes, row.copy_requests, row.range_requests) == (4, 720_000, 3, 240)
+
+
+def test_commands_that_need_files_refuse_urls() -> None:
+    with pytest.raises(UserError, match="pipeline data pull s3://bucket/a/train FOLDER"):
+        on_a_disk(Path("s3://bucket/a/train"))
+    assert on_a_disk(Path("s3/a")) == Path("s3/a")
 
 
 def keys_of(bucket: MemoryStore, suffix: str) -> list[str]:

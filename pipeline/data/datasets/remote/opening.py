@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,8 +97,9 @@ def opening_requests(dataset: RemoteDataset, pack_lengths: Sequence[int]) -> int
         dataset.whole,
         [length for length in pack_lengths if (dataset.folder / PACKS / str(length)).is_dir()],
     )
-    packs = sum(len(pack_file_hashes(dataset.folder, dataset.newer, length)) for length in lengths)
-    # The manifest is two, `parts.bin` is one; of a part the index, the hashes of its blocks, and loss weights.
+    packs = sum(1 + len(pack_file_hashes(dataset.folder, dataset.newer, length)) for length in lengths)
+    # The manifest is two, `parts.bin` is one; of a part the index, the hashes of its blocks, and loss weights; of packs
+    # one more for the hashes of their index.
     return 3 + len(whole.files) + (3 if whole.has_weights else 2) * len(dataset.files) + packs
 
 
@@ -203,8 +204,9 @@ class _NodeCopy:
         name = f"{PACKS}/{length}/{INDEX_FILE}"
         if (self.folder / name).exists():
             return
+        url = file_url(self._url, self._fingerprint, name)
         try:
-            data = read_content(file_url(self._url, self._fingerprint, name), self._access)
+            data = self._read_index(url)
         except ObjectMissing:
             raise UserError(
                 f"{self._url} has no packs of {length:,} tokens, which `data.loader.packing: best_fit` needs: where "
@@ -212,6 +214,17 @@ class _NodeCopy:
             ) from None
         storage.make_below(self._base, packs_folder(self.folder, length))
         storage.put(self.folder / name, data)
+        digest = xxhash.xxh3_64_intdigest(data)
+        storage.add_json_line(self.folder / CHECKED_FILE, checked_row(self.folder, name, digest))
+
+    def _read_index(self, url: ObjectUrl) -> bytes:
+        """A file whose hash nothing else has, compared with the hashes beside it."""
+        for _ in range(2):
+            data, sums = read_content(url, self._access), read_content(sums_url(url), self._access)
+            with suppress(ValueError):
+                if BlockSums(sums, len(data)).first_wrong(0, data) is None:
+                    return data
+        raise _changed(url)
 
     def _checked(self) -> dict[Any, dict[str, Any]]:
         return {row.get("file"): row for row in storage.read_json_lines(self.folder / CHECKED_FILE)}
