@@ -224,7 +224,7 @@ class StageConfig(Section):
     """Node-local folder for the copies, which stay for the next start; by default TMPDIR or /tmp. Of datasets in a
     bucket the indices are there, whatever `data` says."""
     size: Bytes | None = Field(default=None, ge=1, lt=2**63)
-    """Most bytes of tokens in `dir` that are copied from buckets; by default all that fits on the disk. What has no
-    room is read by ranges."""
+    """Most bytes of tokens in `dir` that are copied from buckets; by default all that fits while 5 % of the disk stay
+    free. What has no room is read by ranges."""
     ahead: int = Field(default=16, ge=1, le=10_000)
     """Steps whose tokens are asked for ahead, where they are read by ranges from a bucket."""

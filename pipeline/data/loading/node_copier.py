@@ -49,8 +49,8 @@ reads them, too."""
 _POLL_S = 1.0
 _HORIZON = 64
 """Least number of steps whose reads decide what is copied first."""
-_ROOM = 2**24
-"""Bytes that are left free on the disk."""
+_LEFT_FREE = 20
+"""One of so many bytes of the disk is left free for others."""
 
 
 @dataclass
@@ -286,7 +286,8 @@ class NodeCopier:
         """Make room for a part, of which the next steps read some bytes; False if there is none."""
         there = [(key, part) for key, each in self._cached.items() for part in sorted(each.may_go)]
         sizes = {one: self._cached[one[0]].dataset.files[one[1]].size for one in there}
-        used, free = sum(sizes.values()), shutil.disk_usage(self._base).free - _ROOM
+        disk = shutil.disk_usage(self._base)
+        used, free = sum(sizes.values()), disk.free - disk.total // _LEFT_FREE
         most = 2**63 if self._most is None else self._most
         if needed > most:
             return False
