@@ -93,10 +93,8 @@ def open_remote(
 
 def opening_requests(dataset: RemoteDataset, pack_lengths: Sequence[int]) -> int:
     """Requests for all that `open_remote` fetches to a node that has nothing of a dataset."""
-    whole, lengths = (
-        dataset.whole,
-        [length for length in pack_lengths if (dataset.folder / PACKS / str(length)).is_dir()],
-    )
+    whole = dataset.whole
+    lengths = [length for length in pack_lengths if (dataset.folder / PACKS / str(length)).is_dir()]
     packs = sum(1 + len(pack_file_hashes(dataset.folder, dataset.newer, length)) for length in lengths)
     # The manifest is two, `parts.bin` is one; of a part the index, the hashes of its blocks, and loss weights; of packs
     # one more for the hashes of their index.
