@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pipeline.common import links, storage
 from pipeline.common.run_files import RunFiles
+from pipeline.config import Config
 
 Stage = Literal["curate", "decide", "preprocess", "finish", "train", "eval"]
 """`decide` is the job that ends curation after its arrays, `finish` the one that ends preprocessing after its array."""
@@ -39,6 +40,14 @@ LOGS = "jobs"
 """Folder of scripts and logs of jobs, in the form that submitit writes them, in the same places."""
 CODE = "code"
 """Folder of code snapshots, in the same places."""
+
+
+def stages_of_run(config: Config) -> list[StageName]:
+    """Stages of a whole run, in their order. Datasets in a bucket are there already."""
+    if config.data_url is not None:
+        return ["train", "eval"]
+    stages: list[StageName] = ["preprocess", "train", "eval"]
+    return stages if config.data.curate is None else ["curate", *stages]
 
 
 def stage_name(stage: Stage) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -25,6 +26,18 @@ def _be_verbose(wanted: bool) -> bool:
     if wanted:
         os.environ[VERBOSE] = "1"
     return wanted
+
+
+def on_a_disk(path: Path) -> Path:
+    """A path of a disk.
+
+    Raises:
+        UserError: it is the URL of a bucket.
+    """
+    if found := re.match("(s3|gs|az):/+", str(path)):
+        url = f"{found[1]}://{str(path)[found.end() :]}"
+        raise UserError(f"{url} is in a bucket; write it to a disk first: `pipeline data pull {url} FOLDER`")
+    return path
 
 
 Overrides = Annotated[

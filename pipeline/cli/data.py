@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, shard_bytes
+from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, on_a_disk, shard_bytes
 from pipeline.common.console import Console, echo
 from pipeline.common.errors import EXIT_OTHER
 
@@ -32,7 +32,14 @@ Ids = Annotated[bool, typer.Option("--ids", help="Read ids from the source files
 
 @data_app.command("inspect")
 def data_inspect(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A dataset's folder, or one of several.",
+            callback=on_a_disk,
+        ),
+    ],
     documents: Annotated[int, typer.Option(help="Documents to show.", min=0)] = 3,
 ) -> None:
     """Show what a dataset holds: counts, tokenizer, lengths, the first documents."""
@@ -44,7 +51,10 @@ def data_inspect(
 @data_app.command("verify")
 def data_verify(
     data: Annotated[
-        Path, typer.Argument(metavar="DIR|RUN.yaml", help="A dataset's folder, or one of several; or a run file.")
+        Path,
+        typer.Argument(
+            metavar="DIR|RUN.yaml", help="A dataset's folder, or one of several; or a run file.", callback=on_a_disk
+        ),
     ],
     overrides: Overrides = None,
     repair: Annotated[
@@ -68,7 +78,10 @@ def data_verify(
 @data_app.command("pack")
 def data_pack(
     dataset: Annotated[
-        Path, typer.Argument(metavar="DATASET", help="A dataset's folder, or one whose training splits to pack.")
+        Path,
+        typer.Argument(
+            metavar="DATASET", help="A dataset's folder, or one whose training splits to pack.", callback=on_a_disk
+        ),
     ],
     length: Annotated[
         list[int], typer.Option(help="Tokens of a pack: the sequence length of a run; may be repeated.", min=1)
@@ -86,7 +99,14 @@ def data_pack(
 
 @data_app.command("push")
 def data_push(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A dataset's folder, or one of several.")],
+    folder: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DIR",
+            help="A dataset's folder, or one of several.",
+            callback=on_a_disk,
+        ),
+    ],
     url: Annotated[str, typer.Argument(metavar="URL", help="Where to: s3://, gs:// or az://BUCKET/FOLDER.")],
     endpoint: Endpoint = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what there is to send.")] = False,
@@ -124,7 +144,14 @@ def _access(endpoint: str | None, anonymous: bool = False) -> RemoteAccess:
 
 @data_app.command("export")
 def data_export(
-    data: Annotated[Path, typer.Argument(metavar="DATASET", help="A dataset's folder, or a source's with --split.")],
+    data: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATASET",
+            help="A dataset's folder, or a source's with --split.",
+            callback=on_a_disk,
+        ),
+    ],
     to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of the files.")],
     form: Annotated[Literal["jsonl", "parquet"], typer.Option("--format", help="Format of the files.")] = "jsonl",
     documents: Annotated[
@@ -163,7 +190,14 @@ def data_export(
 
 @data_app.command("merge")
 def data_merge(
-    dataset: Annotated[Path, typer.Argument(metavar="DATASET", help="A dataset's folder, like DATA_DIR/SOURCE/train.")],
+    dataset: Annotated[
+        Path,
+        typer.Argument(
+            metavar="DATASET",
+            help="A dataset's folder, like DATA_DIR/SOURCE/train.",
+            callback=on_a_disk,
+        ),
+    ],
     prefix: Annotated[Path, typer.Argument(metavar="PREFIX", help="PREFIX.bin and PREFIX.idx are written.")],
     force: Annotated[bool, typer.Option("--force", help="Replace existing files.")] = False,
 ) -> None:

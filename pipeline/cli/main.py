@@ -41,7 +41,6 @@ from pipeline.train.distributed.rank import begin_rank, is_rank, record_error
 if TYPE_CHECKING:
     from pipeline.config import Config
     from pipeline.train.checkpoint.exported import WeightsOf
-    from slurm.jobs import StageName
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -303,10 +302,11 @@ def run_all(
 ) -> None:
     """Run preprocess, train and eval, and print a summary. Completed stages are skipped."""
     config = _load(run, overrides)
-    stages: list[StageName] = ["preprocess", "train", "eval"]
-    if config.data.curate is not None:
-        stages = ["curate", *stages]
-    if submitted(config, stages, slurm, local, dry_run, take_over=take_over, in_allocation=in_allocation):
+    from slurm.jobs import stages_of_run
+
+    if submitted(
+        config, stages_of_run(config), slurm, local, dry_run, take_over=take_over, in_allocation=in_allocation
+    ):
         return
     from slurm.local.stages import run as run_here
 

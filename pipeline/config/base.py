@@ -31,7 +31,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
-from pipeline.common.objects.urls import is_url, parse_url
+from pipeline.common.objects.urls import is_url, parse_folder, parse_url
 
 
 def _sort_sets(schema: Any) -> None:
@@ -179,8 +179,9 @@ def absolute(path: Path) -> Path:
 def _refuse_url(path: str) -> None:
     if found := _URL.match(path):
         raise ValueError(
-            f"must be a path, not a {found[0].rstrip(':/')} URL: only data.sources.N.paths and tokenizer.path may be "
-            "URLs. Mount the bucket (mount-s3, gcsfuse, rclone mount) or copy it (rclone copy, aws s3 sync)"
+            f"must be a path, not a {found[0].rstrip(':/')} URL: only data.sources.N.paths, data.sources.N.dataset, "
+            "data.dir and tokenizer.path may be URLs. Mount the bucket (mount-s3, gcsfuse, rclone mount) or copy it "
+            "(rclone copy, aws s3 sync)"
         )
 
 
@@ -210,6 +211,17 @@ def path_or_url(value: Any) -> Path | str:
     if not isinstance(value, str | Path):
         raise PydanticKnownError("string_type")
     return absolute(Path(value))
+
+
+def folder_or_url(value: Any) -> Path | str:
+    """`absolute` for a path, or the URL of a folder in a bucket as text.
+
+    Raises:
+        ValueError: it is a URL of something else, or has a secret in it.
+    """
+    if isinstance(value, str) and is_url(value):
+        return str(parse_folder(value))
+    return path_or_url(value)
 
 
 def single_line(text: str) -> str:
@@ -310,6 +322,13 @@ PathOrUrl = Annotated[
     KeyMark("credentials", applies=lambda value: isinstance(value, str) and _name_objects([value])),
 ]
 """Path, absolute after loading, or the URL of an object, which is text."""
+
+FolderOrUrl = Annotated[
+    Path | str,
+    PlainValidator(folder_or_url, json_schema_input_type=Path),
+    KeyMark("credentials", applies=lambda value: isinstance(value, str)),
+]
+"""Folder of data, absolute after loading, or the URL of a folder in a bucket, which is text."""
 
 MAX_SEQUENCE = 2**26
 """Tokens of a window: 60 times the longest published. Plans, masks and tables of positions grow with it, and are made

@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, DataPath, Duration, Section, Share, Text, Value
+from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, Bytes, DataPath, Duration, Section, Share, Text, Value
 from pipeline.config.objective import MixedObjectiveConfig
 
 Packing = Literal["windows", "best_fit"]
@@ -215,9 +215,16 @@ class BlendConfig(Section):
 
 
 class StageConfig(Section):
-    """Node-local copy of the data, made before training."""
+    """Node-local copy of the data. Datasets on a disk are copied before training, those in a bucket while it runs."""
 
     data: Literal["shared", "local"] = "shared"
-    """`local` copies the parts that the run needs to `dir`, checks their hashes, and reads them there."""
+    """`local` copies the parts that the run needs to `dir`, checks their hashes, and reads them there. `shared` reads
+    them where they are; of a dataset in a bucket, ranges of them."""
     dir: DataPath | None = None
-    """Node-local folder for the copies, which stay for the next start; by default TMPDIR or /tmp."""
+    """Node-local folder for the copies, which stay for the next start; by default TMPDIR or /tmp. Of datasets in a
+    bucket the indices are there, whatever `data` says."""
+    size: Bytes | None = Field(default=None, ge=1, lt=2**63)
+    """Most bytes of tokens in `dir` that are copied from buckets; by default all that fits while 5 % of the disk stay
+    free. What has no room is read by ranges."""
+    ahead: int = Field(default=16, ge=1, le=10_000)
+    """Steps whose tokens are asked for ahead, where they are read by ranges from a bucket."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pipeline.config.base import DATA, MAX_BYTES, MAX_LOCAL, Bytes, DataPath, GlobOrUrl, Section, Share, Text
+from pipeline.config.base import DATA, MAX_BYTES, MAX_LOCAL, Bytes, FolderOrUrl, GlobOrUrl, Section, Share, Text
 from pipeline.config.blend import LossWeight, Packing, Slice
 from pipeline.config.curation.curate import CurateConfig
 from pipeline.config.plugins import NamedPlugin, SourceOptions, find_plugin, is_plugin
@@ -171,8 +171,9 @@ class InputConfig(Section):
     skip_records: list[Text] = Field(default_factory=list)
     """Records to leave out, as errors name them: `FILE@BYTE` (lines), `FILE#ROW` (tables, crawls) or `FILE` (text); for
     example one that crashes a parser. After a change, the source is tokenized again."""
-    dataset: DataPath | None = None
-    """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`."""
+    dataset: FolderOrUrl | None = None
+    """A dataset folder that `pipeline preprocess` wrote for another run, instead of `paths`. Also the URL of one that
+    `pipeline data push` wrote to a bucket (`docs/object-storage.md`), refused like those of `paths`."""
 
     without_keys: ClassVar[tuple[str, ...]] = ("text", "html", "warc")
     """Types of ours whose records have no keys."""
@@ -348,8 +349,9 @@ class LoaderConfig(Section):
 class DataConfig(Section):
     """Sources, curation, preprocessing and splits."""
 
-    dir: DataPath | None = None
-    """Folder of the datasets; by default `data` in the run folder."""
+    dir: FolderOrUrl | None = None
+    """Folder of the datasets; by default `data` in the run folder. Training also reads datasets at a URL, written by
+    `pipeline data push` (`docs/object-storage.md`); it is refused like those of `paths`."""
     sources: list[SourceConfig] = Field(min_length=1)
     """Sources to read: a list, or sections by name, as in the included files of corpora. Sections are merged across
     files; a name with the value null leaves its source out."""
@@ -370,7 +372,7 @@ class DataConfig(Section):
     loader: LoaderConfig = LoaderConfig()
     """Reading of the datasets in training."""
     remote: RemoteConfig = RemoteConfig()
-    """Reading of sources in object storage."""
+    """Reading of sources and datasets in object storage."""
 
     @field_validator("splits", mode="before")
     @classmethod

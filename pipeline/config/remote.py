@@ -1,4 +1,4 @@
-"""`data.remote`: object storage that sources are read from."""
+"""`data.remote`: object storage that sources and datasets are read from."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pipeline.config.base import CREDENTIALS, MAX_BYTES, Bytes, Section
 
 
 class RemoteConfig(Section):
-    """Object storage that sources are read from. Credentials come from the environment, never from a run file."""
+    """Object storage of sources and datasets. Credentials come from the environment, never from a run file."""
 
     concurrency: int = Field(default=REQUESTS, ge=1, le=256)
-    """Requests in flight at a time, for each worker process; it may hold an answer of each in memory."""
+    """Requests in flight at a time, for each worker process; it may hold an answer of each in memory. Each process
+    of a training has at least 16."""
     request_bytes: Bytes = Field(default=REQUEST_BYTES, ge=2**16, le=MAX_BYTES)
     """Largest range that a request asks for."""
     patience_seconds: float = Field(default=PATIENCE_S, ge=0, lt=10**9)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from pipeline.common.errors import UserError
+from pipeline.common.objects.urls import ObjectUrl, parse_folder
 from pipeline.common.run_files import RunFiles
 from pipeline.config.base import Section
 from pipeline.config.blend import BlendConfig, PhaseConfig, StageConfig
@@ -113,7 +115,8 @@ class Config(Section):
                         f"heldout_sets.{name}.split: {each.split!r} is not in data.splits "
                         f"({', '.join(self.data.splits)}); name one of them"
                     )
-        trained = {str(each.dataset or self.data_dir / each.name) for each in self.data.sources}
+        folder = self.data.dir or RunFiles(self.run.dir).data
+        trained = {str(each.dataset or f"{folder}/{each.name}") for each in self.data.sources}
         for number, one in enumerate(self.data.heldout_sources):
             if one.split == "train" and str(one.dataset) in trained:
                 raise ValueError(
@@ -353,8 +356,23 @@ class Config(Section):
 
     @property
     def data_dir(self) -> Path:
-        """Folder of the datasets."""
+        """Folder of the datasets.
+
+        Raises:
+            UserError: they are in a bucket, where they are read alone.
+        """
+        if isinstance(self.data.dir, str):
+            raise UserError(
+                f"data.dir: {self.data.dir} is in a bucket, where datasets can only be read: set data.dir to a folder "
+                "for this command (`pipeline data pull` writes datasets of a bucket to a disk, `pipeline data push` "
+                "those of a disk to a bucket)"
+            )
         return self.data.dir or RunFiles(self.run.dir).data
+
+    @property
+    def data_url(self) -> ObjectUrl | None:
+        """URL of the folder of the datasets, if they are in a bucket."""
+        return parse_folder(self.data.dir) if isinstance(self.data.dir, str) else None
 
     @property
     def max_positions(self) -> int:

@@ -18,7 +18,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.data.datasets.files import TRAIN
-from pipeline.data.datasets.open import dataset_folder, open_datasets
+from pipeline.data.datasets.open import dataset_place, open_datasets
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.eval.perplexity import EvalReport
 from pipeline.eval.reference import unigram_bits_per_byte, zstd_bits_per_byte
@@ -133,12 +133,12 @@ def show(config: Config, summary: dict[str, Any], console: Console) -> None:
     say(console, f"run folder: {config.run.dir} (these figures: {RunFiles.summary})")
     program = _program()
     file = shlex.quote(str(RunFiles(config.run.dir).config))
-    data = shlex.quote(str(dataset_folder(config, config.data.sources[0], "train")))
+    data = dataset_place(config, config.data.sources[0], "train")
     say(console, "try next:")
     writes = config.model.direction == "causal"
     for command in (
         *([f"{program} generate {file} --temperature 0.5 --seed 1"] if writes else []),
-        f"{program} data inspect {data}",
+        *([f"{program} data inspect {shlex.quote(str(data))}"] if isinstance(data, Path) else []),
         f"{program} run {file} train.duration='{2 * summary['steps']} steps'",
     ):
         verbatim(console, f"  {command}")  # to be copied

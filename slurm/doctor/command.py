@@ -58,6 +58,11 @@ class NodeRequirements:
     """Config whose objects have to be readable here."""
 
 
+def _data_folder(config: Config) -> Path | None:
+    """Folder of the datasets of a run; None if they are in a bucket."""
+    return None if config.data_url is not None else config.data_dir
+
+
 def doctor_command(run_file: Path, folder: Path, gpus: int) -> list[str]:
     """Words after the interpreter, for one process on each node; it leaves with 78 where the node is unfit by itself.
 
@@ -88,7 +93,7 @@ def doctor(run: Path | None, overrides: Sequence[str], console: Console, *, as_j
     if run is not None:
         config = load_run(run, overrides)
         health = _site(config).health_command
-        needs = NodeRequirements(_gpus(config), config.run.dir, config.data_dir, health=health, sources=config)
+        needs = NodeRequirements(_gpus(config), config.run.dir, _data_folder(config), health=health, sources=config)
     with _limited(TOTAL_SECONDS + LONGEST if image else TOTAL_SECONDS):
         examination = Examination(node_rank)
         with examination.surviving():
@@ -248,7 +253,7 @@ def _examine(run_file: Path, folder: Path, gpus: int) -> int:
     with examination.surviving():
         examination.begin(f"run file {run_file}")
         config = load_written(run_file)
-        examination.node(NodeRequirements(gpus, config.run.dir, config.data_dir, data_now=True))
+        examination.node(NodeRequirements(gpus, config.run.dir, _data_folder(config), data_now=True))
     with examination.surviving():
         examination.network()
     for problem in examination.report.errors:

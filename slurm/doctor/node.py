@@ -11,16 +11,21 @@ import secrets
 import socket
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.objects.listing import look_at
-from pipeline.common.objects.urls import is_url, parse_url
+from pipeline.common.objects.urls import ObjectUrl, is_url, parse_url
 from pipeline.config.parsing.code_keys import REMOTE_KEYS, refuse_code_of_others
 from pipeline.config.root import Config
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.datasets.open import dataset_place
+from pipeline.data.datasets.remote.opening import is_there
 from slurm.doctor.report import UNKNOWN, NodeCheck, Severity, failed
 
 _FREE_BYTES = 2**30
@@ -160,17 +165,25 @@ def read(data: Path, *, needed: bool) -> NodeCheck:
 def objects(config: Config) -> list[NodeCheck]:
     """Check that objects of sources can be listed and read from here, with the credentials that there are here."""
     found = []
+    access = replace(config.data.remote.access, patience_s=_STORE_PATIENCE_S)
     for place, source in config.data.inputs.items():
-        for path in filter(is_url, source.paths):
-            label = f"objects of {source.name}"
-            try:
-                refuse_code_of_others(config, *REMOTE_KEYS)
-                is_there = look_at(parse_url(path), replace(config.data.remote.access, patience_s=_STORE_PATIENCE_S))
-            except UserError as error:
-                found.append(NodeCheck(label, False, "not readable", f"{place}.paths: {error}", "warning"))
-            else:
-                found.append(NodeCheck(label, True, "readable" if is_there else "nothing there"))
+        dataset = dataset_place(config, source, TRAIN)
+        if isinstance(dataset, ObjectUrl):
+            found.append(_reading(config, f"dataset of {source.name}", place, partial(is_there, dataset, access)))
+        else:
+            for path in filter(is_url, source.paths):
+                label, look = f"objects of {source.name}", partial(look_at, parse_url(path), access)
+                found.append(_reading(config, label, f"{place}.paths", look))
     return found
+
+
+def _reading(config: Config, label: str, key: str, look: Callable[[], bool]) -> NodeCheck:
+    """A look at objects."""
+    try:
+        refuse_code_of_others(config, *REMOTE_KEYS)
+        return NodeCheck(label, True, "readable" if look() else "nothing there")
+    except UserError as error:
+        return NodeCheck(label, False, "not readable", f"{key}: {error}", "warning")
 
 
 def memory() -> NodeCheck:

@@ -21,6 +21,7 @@ from pipeline.common.imports import heavy_imports
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
+from slurm.jobs import stages_of_run
 from slurm.local.stage_ledger import Ledger
 
 if TYPE_CHECKING:
@@ -307,9 +308,10 @@ def run(config: Config, console: Console | None = None) -> None:
     # What could not be trained or evaluated is refused before anything is tokenized, where that can be told.
     refuse_code_of_others(config, "notify", *TASK_KEYS)
     _refuse_problems(config, console)
-    if config.data.curate is not None:
-        curate(config)
-    preprocess(config)
+    if config.data_url is None:
+        if config.data.curate is not None:
+            curate(config)
+        preprocess(config)
 
     from pipeline.eval.benchmarks import benchmarks_are_made
     from pipeline.eval.heldout_data import check_heldout
@@ -349,9 +351,9 @@ def _looker(config: Config) -> Callable[[str, Callable[[int], None]], Problems]:
         from slurm.checks import look_at_stages
 
         found = Problems()
-        stages = ["preprocess", "train", "eval"]
-        stages = stages if config.data.curate is None else ["curate", *stages]
-        look_at_stages(config, stages, found, train=world_size(config, {}), evaluate=config.eval.processes)
+        look_at_stages(
+            config, stages_of_run(config), found, train=world_size(config, {}), evaluate=config.eval.processes
+        )
         return found
 
     return look

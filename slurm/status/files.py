@@ -190,7 +190,7 @@ class RunSnapshot:
 
     def _preprocesses(self) -> bool:
         """True if a process of preprocessing gives signs of life, on whatever machine."""
-        if (config := self.config) is None:
+        if (config := self.config) is None or config.data_url is not None:
             return False
         folders = [tokenizer_folder(config), *(config.data_dir / source.name for source in config.data.inputs.values())]
         return self.read(

@@ -18,8 +18,8 @@ from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.slurm import SiteConfig
-from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
-from pipeline.data.datasets.open import dataset_folder, open_datasets
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.datasets.open import dataset_place, is_finished, open_datasets
 from pipeline.data.loading.objectives.choice import uses
 from pipeline.data.loading.stream_shape import StreamShape, stream_shape
 from pipeline.data.order.journal import Journal
@@ -147,8 +147,8 @@ def read_course(config: Config, spec: DecoderSpec | None) -> Course:
     Raises:
         UserError: it cannot be had from the data.
     """
-    folders = [dataset_folder(config, source, TRAIN) for source in config.data.sources]
-    assumed = not all((folder / MANIFEST_FILE).is_file() for folder in folders)
+    places = [dataset_place(config, source, TRAIN) for source in config.data.sources]
+    assumed = not all(is_finished(config, place) for place in places)
     if assumed:
         journal, done = planned_journal(config, {source.name: Assumed(_PLENTY) for source in config.data.sources})
     else:

@@ -17,9 +17,8 @@ from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.parsing.code_keys import refuse_code_of_others
 from pipeline.config.slurm import SiteConfig
-from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
-from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.open import dataset_place, open_dataset
 from pipeline.train.checkpoint.policy import cadences
 from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.rules.layout import check_evaluation_layout
@@ -70,6 +69,8 @@ def examine(
         dry_run: nothing will be sent, so what only the scheduler knows is left out where there is none.
     """
     found = Problems()
+    # `stage.dir` may be on the disks of nodes alone; what is looked at of datasets in a bucket comes to this machine.
+    here = config.model_copy(update={"stage": config.stage.model_copy(update={"dir": None})})
     makes_data = any(job.stage in (*ARRAYS, *LAST_OF_ARRAYS) for job in planned)
     with found.collecting():
         refuse_code_of_others(config)
@@ -78,17 +79,16 @@ def examine(
             found.warn(f"{describe(number, entry)}: {problem} here; jobs get the environment of this shell")
     _check_folder("run.dir", config.run.dir, found)
     if makes_data:
-        _check_folder("data.dir", config.data_dir, found)
+        with found.collecting():
+            _check_folder("data.dir", config.data_dir, found)
         for source_config in config.data.inputs.values():
             if source_config.dataset is not None:
                 with found.collecting():
-                    Dataset.open(dataset_folder(config, source_config, TRAIN))
+                    open_dataset(here, dataset_place(here, source_config, TRAIN))
     by_stage = {_STAGES.get(job.stage, job.stage): job for job in planned}
     processes = {stage: by_stage[stage].processes for stage in ("train", "eval") if stage in by_stage}
     step = by_stage["eval"].step if "eval" in by_stage else None
-    look_at_stages(
-        config, by_stage, found, train=processes.get("train", 1), evaluate=processes.get("eval", 1), step=step
-    )
+    look_at_stages(here, by_stage, found, train=processes.get("train", 1), evaluate=processes.get("eval", 1), step=step)
     if (training := by_stage.get("train")) is not None:
         _check_training_job(config, site, training, backend, found)
     if backend == "slurm":

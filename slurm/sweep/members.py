@@ -22,7 +22,7 @@ from pipeline.config.load import COMMAND_LINE, load, load_run
 from pipeline.config.parsing.document import parse
 from pipeline.config.parsing.schema import flat
 from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
-from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.open import dataset_place, is_finished
 from slurm.record.sweep_folder import SWEEPS
 
 _MINE = ("run.dir", "data.dir")
@@ -268,14 +268,14 @@ def _placed(config: Config, folder: Path) -> Config:
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"dir": folder}),
-            "data": config.data.model_copy(update={"dir": config.data_dir}),
+            "data": config.data.model_copy(update={"dir": config.data.dir or config.data_dir}),
         }
     )
 
 
 def _refuse_missing_data(run: Path, fixed: Sequence[str], config: Config) -> None:
-    folders = [dataset_folder(config, source, TRAIN) for source in config.data.sources]
-    missing = [folder for folder in folders if not (folder / MANIFEST_FILE).is_file()]
+    places = [dataset_place(config, source, TRAIN) for source in config.data.sources]
+    missing = [place for place in places if not is_finished(config, place)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         words = "".join(f" {word}" for word in fixed)

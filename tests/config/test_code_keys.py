@@ -167,7 +167,11 @@ def test_each_key_of_a_profile_that_is_code_is_read_from_nobody_else(key: str, v
         site_of(config)
 
 
-REMOTE = {"data.remote.endpoint": "https://theirs.example.org", "data.sources.0.paths": "[s3://theirs/*.txt]"}
+REMOTE = {
+    "data.remote.endpoint": "https://theirs.example.org",
+    "data.sources.0.paths": "[s3://theirs/*.txt]",
+    "data.dir": "s3://theirs/data",
+}
 
 
 @as_root
@@ -183,7 +187,9 @@ def test_an_address_of_another_user_gets_no_credentials(key: str, values: Values
         refuse_code_of_others(load_run(run), *REMOTE_KEYS)
     assert key in str(refused.value) and f"{OPTION} {Writer('user', OTHER).name}" in str(refused.value)
     for harmless in ("/data/*.txt", "https://host/x.txt"):  # nothing of this user's is used there
-        refuse_code_of_others(load_run(run, ["data.remote.endpoint=null", f"data.sources.0.paths=[{harmless}]"]))
+        refuse_code_of_others(
+            load_run(run, ["data.remote.endpoint=null", "data.dir=null", f"data.sources.0.paths=[{harmless}]"])
+        )
 
 
 ATTACKS = [

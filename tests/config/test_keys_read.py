@@ -15,7 +15,12 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from obstore.store import MemoryStore
+from rich.console import Console
 
+from pipeline.common.objects.access import RemoteAccess
+from pipeline.common.objects.stores import use_store
+from pipeline.common.objects.urls import parse_folder
 from pipeline.config import Config
 from pipeline.config.base import Section, record_reads
 from pipeline.config.data import HeldOutSourceConfig, SourceConfig
@@ -24,6 +29,7 @@ from pipeline.config.load import load
 from pipeline.config.model import ModelConfig
 from pipeline.config.objective import FIM_SENTINELS, MixedObjectiveConfig, ObjectiveConfig
 from pipeline.config.parsing.schema import keys
+from pipeline.data.datasets.remote.push import push
 from tests.data.curate.models.fasttext_writer import write_model
 from tests.data.curate.runs import curate_config, everything, write_corpus
 from tests.eval.server.running import running
@@ -227,6 +233,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         poison(monkeypatch, {2: INF})
         for variant in variants[:2]:
             train(variant)
+        train(_from_a_bucket(tmp_path, variants[0].data_dir))
         _on_paper(chained)
         with running(served) as server:
             assert server.post("/api", {"prompts": ["the"]}).status_code == 200
@@ -238,6 +245,16 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     read |= {(ObjectiveConfig, name) for section, name in reads if section is MixedObjectiveConfig}
     unread = [key.path for key in keys(Config) if (key.section, key.name) not in read]
     assert unread == sorted(EXEMPT)
+
+
+def _from_a_bucket(root: Path, data: Path) -> Config:
+    """A run whose datasets are in a bucket, in memory."""
+    store, url = MemoryStore(), parse_folder("s3://bucket/data")
+    for access in (RemoteAccess(), RemoteAccess(request_bytes=2**24)):
+        use_store(url, access, store)
+    push(data, url, RemoteAccess(), Console(quiet=True))
+    keys = {"run.dir": str(root / "bucket"), "data.dir": str(url), "stage.data": "local", "train.duration": "2 steps"}
+    return load(write_run(root, {**keys, "stage.dir": str(root / "local")}, "bucket.yaml"))
 
 
 def _curated(root: Path, against: list[str]) -> Config:

@@ -160,7 +160,7 @@ def test_unknown_key_names_the_nearest(tmp_path: Path, override: str, hint: str)
     assert hint in refused(write(tmp_path), override)
 
 
-@pytest.mark.parametrize("key", ["data.dir", "run.dir"])
+@pytest.mark.parametrize("key", ["stage.dir", "run.dir"])
 def test_a_url_is_named_as_one(tmp_path: Path, key: str) -> None:
     url = "s3://bucket/folder/*.jsonl"
     with pytest.raises(UserError, match=r"not a s3 URL: only data.sources.N.paths") as error:

@@ -24,7 +24,7 @@ from pipeline.config.parsing.problems import place_of, show
 from pipeline.config.parsing.schema import KeyPath, dotted, mark_of, subsection, written_keys
 from pipeline.config.root import Config
 
-REMOTE_KEYS = ("data.sources", "data.heldout_sources", "data.remote", "tokenizer.path")
+REMOTE_KEYS = ("data.dir", "data.sources", "data.heldout_sources", "data.remote", "tokenizer.path")
 """Keys of objects, which are asked for with the credentials of this user."""
 TASK_KEYS = ("eval.harness", "data.curate.decontaminate.tasks")
 """Keys of tasks of lm-evaluation-harness, which are executed where they are files."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from bisect import bisect_right
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -41,11 +42,11 @@ READ_AT_ONCE = max(8, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 
 descriptor, and its index in memory."""
 
 
-def _open_part(dataset: Dataset, index: int) -> IndexedPart:
+def open_part(dataset: Dataset, index: int) -> IndexedPart:
     """A part, compared with what the dataset says of it."""
     prefix = dataset.prefix(index)
     try:
-        part = IndexedPart(prefix) if dataset.read_by == "mmap" else PreadPart(prefix)
+        part = dataset.new_part(index)
     except MachineError:
         raise
     except UserError as error:
@@ -74,8 +75,8 @@ def _open_weights(dataset: Dataset, index: int) -> npt.NDArray[np.float32]:
 
 
 _part_weights = lru_cache(maxsize=MAPPED_AT_ONCE // 2)(_open_weights)
-_mapped_part = lru_cache(maxsize=MAPPED_AT_ONCE)(_open_part)
-_read_part = lru_cache(maxsize=READ_AT_ONCE)(_open_part)
+_mapped_part = lru_cache(maxsize=MAPPED_AT_ONCE)(open_part)
+_read_part = lru_cache(maxsize=READ_AT_ONCE)(open_part)
 
 
 class Pieces(NamedTuple):
@@ -101,6 +102,9 @@ class Dataset(TokenRanges):
     Of a dataset that has grown, an earlier generation may be taken: `tokens`, `documents`, `text_bytes`, `manifest` and
     `fingerprint` are of that one, and what was appended since is behind its end.
 
+    Attributes:
+        has_files: True if the files of all tokens are in the folder.
+
     Args:
         folder: The dataset.
         manifest: Of the folder.
@@ -108,6 +112,8 @@ class Dataset(TokenRanges):
         read: `mmap`, or `pread` for file systems on which mapping is slow or fails.
         generation: Index in `manifest.lineage`.
     """
+
+    has_files = True
 
     def __init__(
         self,
@@ -121,7 +127,7 @@ class Dataset(TokenRanges):
         self.whole = manifest
         self.manifest = manifest = manifest.lineage[generation]
         self.read_by = read
-        self._part = _mapped_part if read == "mmap" else _read_part
+        self._part: Callable[[Dataset, int], IndexedPart] = _mapped_part if read == "mmap" else _read_part
         self.tokens = manifest.tokens
         self.documents = manifest.documents
         self.text_bytes = manifest.text_bytes
@@ -174,6 +180,10 @@ class Dataset(TokenRanges):
         """Prefix of the files of a part."""
         unit, chunk = self._names[index]
         return part_prefix(self.folder, int(unit), int(chunk))
+
+    def new_part(self, index: int) -> IndexedPart:
+        """A part, opened anew and not compared with what the dataset says of it."""
+        return IndexedPart(self.prefix(index)) if self.read_by == "mmap" else PreadPart(self.prefix(index))
 
     def size_of_part(self, index: int) -> tuple[int, int]:
         """Tokens and documents of a part."""

@@ -132,10 +132,9 @@ def _problems(dataset: Dataset) -> Iterator[str]:
     none = np.zeros(len(parts), np.int64)
     prefixes = part_prefixes(dataset.folder, parts)
     # (suffix, fixed bytes of the file, least and most sequences); an .idx has 12 bytes more for each sequence.
-    files = [
-        (".bin", tokens * dataset.dtype.itemsize, none, none),
-        (".idx", HEADER.size + 8 * (documents + 1), documents, tokens),
-    ]
+    files = [(".idx", HEADER.size + 8 * (documents + 1), documents, tokens)]
+    if dataset.has_files:
+        files.insert(0, (".bin", tokens * dataset.dtype.itemsize, none, none))
     if dataset.manifest.has_weights:
         files.append((".weight", documents * WEIGHT.itemsize, none, none))
     for suffix, fixed, least, most in files:

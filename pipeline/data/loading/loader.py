@@ -22,13 +22,16 @@ import xxhash
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.remote.dataset import RemoteDataset
 from pipeline.data.datasets.validate import check_tokenizers
 from pipeline.data.loading.ahead import ahead_weight, valid_ahead
 from pipeline.data.loading.arranged_packs import arranged_pack, outside_of_vocabulary
 from pipeline.data.loading.arranged_rows import stack
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.data.loading.drawn_targets import DrawnTargets
+from pipeline.data.loading.fetch_ahead import FetchAhead, StepPieces
 from pipeline.data.loading.loss_weights import LossWeights
+from pipeline.data.loading.node_copier import NodeCopier, open_copier
 from pipeline.data.loading.objectives.base import Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.loading.pack_reader import PackReader
@@ -61,6 +64,9 @@ class Loader:
         ahead: Depths of multi-token prediction: tokens behind each instance that batches have as targets.
         end_of_document: Token id before the first token of a document in a pack.
         balanced: Whether packs go to ranks by the work of attention within documents.
+        remote: Datasets that lie in a bucket, by source.
+        fetched_steps: Steps whose tokens are asked for ahead of the one that is read, of such datasets.
+        copier: Copies these datasets to this node while `iterate` reads.
     """
 
     def __init__(
@@ -78,6 +84,9 @@ class Loader:
         ahead: int = 0,
         end_of_document: int = 0,
         balanced: bool = False,
+        remote: Mapping[str, RemoteDataset] | None = None,
+        fetched_steps: int = 16,
+        copier: NodeCopier | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_size and min(micro_batch_size) >= 1
         assert len(micro_batch_size) == len(instances) == len(journal.segments)
@@ -121,6 +130,11 @@ class Loader:
             balanced=balanced,
             ahead=ahead,
         )
+        self._copier = copier
+        self._fetch: FetchAhead | None = None
+        if remote:
+            pieces = StepPieces(journal, self._sampler, instances, self._rank_samples, ahead=ahead, balanced=balanced)
+            self._fetch = FetchAhead(pieces, remote, fetched_steps)
         self.drawn_targets = DrawnTargets(journal, self._sampler, self._packs.targets)
         self._masks = Masks(journal, instances, objectives)
         self._loss_weights = LossWeights(journal, instances, self._masks, ahead)
@@ -150,7 +164,18 @@ class Loader:
             data = self._read(step, last)
             return data.pin() if self._pin else data
 
-        return read_ahead(read, first, last, self._prefetch)
+        if self._copier is not None:
+            self._copier.begin(first, last)
+        try:
+            yield from read_ahead(read, first, last, self._prefetch, self._give_up)
+        finally:
+            if self._copier is not None:
+                self._copier.end()
+
+    def _give_up(self) -> None:
+        """End what reading may wait for."""
+        if self._fetch is not None:
+            self._fetch.give_up()
 
     def tokens_by_source(self, step: int) -> dict[str, int]:
         """Targets drawn from each source by all steps before `step`, masked ones included.
@@ -209,6 +234,10 @@ class Loader:
 
     def _read(self, step: int, last: int | None) -> StepData:
         """The step's data. Steps from `last` on will not be asked for."""
+        if self._fetch is not None:
+            self._fetch.before(step, last)
+        if self._copier is not None:
+            self._copier.at(step)
         number = self.journal.segment_number(step)
         length = self.journal.segments[number].sequence_length
         if self._packed[number]:
@@ -428,9 +457,20 @@ def open_loader(
                 f"{_MAX_POSITIONS:,} positions: lower train.micro_batch_size, or that of the phase; the result is the "
                 "same"
             )
+    remote = {name: dataset for name, dataset in datasets.items() if isinstance(dataset, RemoteDataset)}
+    instances, balanced = instances_of(journal, datasets), config.model.document_attention
+    ahead = 0 if config.model.mtp is None else config.model.mtp.depth
+
+    def pieces_of(rank: int) -> StepPieces:
+        samples = [
+            RankSamples(segment.batch_size, micro, rank, dp_size)
+            for segment, micro in zip(journal.segments, sizes, strict=True)
+        ]
+        return StepPieces(journal, Sampler(journal), instances, samples, ahead=ahead, balanced=balanced)
+
     return Loader(
         journal,
-        instances_of(journal, datasets),
+        instances,
         make_objectives(config, journal, datasets),
         dp_rank=dp_rank,
         dp_size=dp_size,
@@ -438,7 +478,10 @@ def open_loader(
         vocab_size=tokenizer.vocab_size,
         prefetch=config.data.loader.prefetch,
         device=device,
-        ahead=0 if config.model.mtp is None else config.model.mtp.depth,
+        ahead=ahead,
         end_of_document=tokenizer.end_of_document,
-        balanced=config.model.document_attention,
+        balanced=balanced,
+        remote=remote,
+        fetched_steps=config.stage.ahead,
+        copier=open_copier(config, journal, remote, pieces_of, dp_rank),
     )

@@ -10,16 +10,13 @@ the folder belongs to the user alone.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
-import stat
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from pipeline.common import links, process_identity, storage
+from pipeline.common import process_identity, storage
 from pipeline.common.console import Console, say
 from pipeline.common.errors import MachineError, UserError
-from pipeline.common.file_lock import open_lock_file
 from pipeline.common.format import counted, size
 from pipeline.common.hashing import CHUNK_BYTES, file_hash
 from pipeline.common.retry import retried
@@ -38,13 +34,13 @@ from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset, ReadBy
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import read_parts
+from pipeline.data.datasets.node_folder import CHECKED_FILE, alone, checked_row
+from pipeline.data.datasets.open import stage_folder
 from pipeline.data.datasets.packing.files import PACKS, file_hashes, pack_command, packs_folder
 from pipeline.data.datasets.validate import file_sizes, part_prefixes, repair
+from pipeline.data.loading.node_copier import keep_copies, parts_with
 from pipeline.data.order.journal import Journal
 
-FOLDER = "pipeline-data"
-CHECKED_FILE = "checked.jsonl"
-LOCK_FILE = "lock"
 _THREADS = 4
 _LINE_EVERY_S = 10.0
 _ROOM = 2**24
@@ -55,6 +51,8 @@ def copy_locally(
     config: Config, datasets: Mapping[str, Dataset], journal: Journal, *, first_step: int = 0
 ) -> dict[str, Dataset]:
     """The datasets to train on: as they are, or with `stage.data: local` copies on this node.
+
+    Those in a bucket are copied while they are read, by `node_copier`.
 
     Of the processes of a node that call this at the same time one copies, and the others wait for it.
 
@@ -71,11 +69,13 @@ def copy_locally(
     """
     if config.stage.data == "shared":
         return dict(datasets)
-    base = _own_folder(config.stage.dir or Path(tempfile.gettempdir()))
+    base = stage_folder(config)
     segments = journal.segments[journal.segment_number(first_step) :]
     copies: dict[str, _Copy] = {}
     used = set()
     for name, dataset in datasets.items():
+        if not dataset.has_files:
+            continue
         for segment in segments:
             if name in segment.sources:
                 if dataset.fingerprint not in copies:
@@ -83,7 +83,7 @@ def copy_locally(
                 copies[dataset.fingerprint].need(segment.sources[name].documents)
                 used.add(name)
     if not all(copy.is_complete() for copy in copies.values()):
-        with _alone(base):
+        with alone(base, Console()):
             _make(base, list(copies.values()))
     return {
         name: copies[dataset.fingerprint].opened(dataset, config.data.loader.read) if name in used else dataset
@@ -119,13 +119,8 @@ class _Copy:
 
     def need(self, documents: tuple[int, int] | None) -> None:
         """The parts with documents [first, end) are needed; None for all."""
-        if documents is None:
-            # All but what was appended to the dataset since the run began.
-            self._needed[: self._dataset.manifest.parts] = True
-            return
         counts = self._parts["documents"].astype(np.int64)
-        ends = np.cumsum(counts)
-        self._needed |= (counts > 0) & (ends > documents[0]) & (ends - counts < documents[1])
+        self._needed |= parts_with(counts, documents, self._dataset.manifest.parts)
 
     def missing(self) -> list[_File]:
         """The files that are needed, and not known to be there and right."""
@@ -152,11 +147,7 @@ class _Copy:
 
     def row(self, file: _File) -> dict[str, Any]:
         """The row of `checked.jsonl` for a file as it is now."""
-        try:
-            now = os.stat(file.target)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        return {"file": self._name(file), "size": now.st_size, "mtime_ns": now.st_mtime_ns, "xxh3": file.hash}
+        return checked_row(self.folder, self._name(file), file.hash)
 
     def _name(self, file: _File) -> str:
         return file.target[len(str(self.folder)) + 1 :]
@@ -176,6 +167,8 @@ class _Copy:
 
     def opened(self, dataset: Dataset, read: ReadBy) -> Dataset:
         """The copy of a dataset of this fingerprint. Its manifest and the counts of its parts are in memory already."""
+        # What a run brought that reads the same dataset from a bucket is of this one, too.
+        keep_copies(self.folder, [f"{prefix}.bin" for prefix in part_prefixes(Path(), self._parts[self._needed])])
         return _LocalCopy(self.folder, dataset, self._parts, self._needed, read)
 
 
@@ -290,89 +283,6 @@ class _Transfer:
             f"reads need {size(self._lacking())} more; {remove}free some space, set stage.dir to a folder on a larger "
             "disk of the node, or read the datasets where they are with stage.data: shared"
         )
-
-
-def _own_folder(parent: Path) -> Path:
-    """The folder of this user's copies; it is made if it is not there.
-
-    Its name can be guessed, and /tmp is everybody's: what another user made there first, or may write to, is not used.
-    Else that user could put in other tokens, or links at which this process would overwrite files of its own user.
-    """
-    base = parent / f"{FOLDER}-{os.geteuid()}"
-    try:
-        for each in reversed([parent, *parent.absolute().parents]):
-            if not each.exists():
-                each.mkdir(0o755, exist_ok=True)  # whatever the umask lets others do
-        _keep_alone(parent, base.name)
-        with links.folder_of(base) as (name, folder):
-            with suppress(FileExistsError):
-                os.mkdir(name, 0o700, dir_fd=folder)
-            found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except OSError as error:
-        raise _unusable(base, str(error.strerror)) from None
-    if not stat.S_ISDIR(found.st_mode):
-        raise _unusable(base, "it is a link or a file, not a folder")
-    if found.st_uid != os.geteuid():
-        raise _unusable(base, f"it belongs to the user with id {found.st_uid}, who may change its files")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise _unusable(base, "other users may write there, so its files may be theirs")
-    if others := next((each for each in _own_above(parent) if _lets_others_replace(each)), None):
-        todo = f": run `chmod g-w,o-w {others}`" if others.stat().st_uid == os.geteuid() else ""
-        raise _unusable(base, f"others may write to {others}, and put a folder of theirs in its place{todo}")
-    return base
-
-
-def _keep_alone(folder: Path, name: str) -> None:
-    """Let nobody else write to a folder of this user that has nothing but the copies, as earlier versions made it."""
-    found = folder.stat()
-    if found.st_uid == os.geteuid() and _lets_others_replace(folder) and set(os.listdir(folder)) <= {name}:
-        folder.chmod(stat.S_IMODE(found.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
-
-
-def _own_above(folder: Path) -> Iterator[Path]:
-    """A folder, and those above it as long as they belong to this user."""
-    yield folder
-    for each in folder.absolute().parents:
-        if each.stat().st_uid != os.geteuid():
-            return
-        yield each
-
-
-def _lets_others_replace(folder: Path) -> bool:
-    """Tell whether others may rename what is in a folder, which the sticky bit of /tmp forbids."""
-    found = folder.stat()
-    # A group with the number of the user is the user's alone, as many systems make it.
-    of_group = found.st_mode & stat.S_IWGRP and found.st_gid != found.st_uid
-    return bool(of_group or found.st_mode & stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
-
-
-def _unusable(base: Path, why: str) -> MachineError:
-    return MachineError(
-        f"stage.dir: {base} cannot be used: {why}; set stage.dir to a folder of yours on a disk of the node"
-    )
-
-
-@contextmanager
-def _alone(base: Path) -> Iterator[None]:
-    """Wait until no other process of the user copies on this node. The lock of a process that has died is free."""
-    with ExitStack() as stack:
-        try:
-            # Of this user alone, so that it is one of theirs that is waited for, however long a copy takes.
-            lock = stack.enter_context(os.fdopen(open_lock_file(base / LOCK_FILE), "r+b", buffering=0))
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                lock.seek(0)
-                holder = lock.read(20).decode(errors="replace") or "that has just started"
-                say(Console(), f"waiting for process {holder}, which copies datasets to {base}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            raise _unusable(base, str(error.strerror)) from None
-        with suppress(OSError):  # a full disk; the number is for people alone
-            lock.truncate(0)
-            lock.seek(0)
-            lock.write(str(os.getpid()).encode())
-        yield
 
 
 @contextmanager

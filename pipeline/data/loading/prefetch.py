@@ -20,7 +20,9 @@ TOGETHER_S = 0.0004
 small step. In more time steps are read than a core's cache holds, and reading slows down."""
 
 
-def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -> Generator[Step, None, None]:
+def read_ahead(
+    read: Callable[[int], Step], first: int, last: int, depth: int, give_up: Callable[[], object] = lambda: None
+) -> Generator[Step, None, None]:
     """Steps [first, last) in order; one thread reads ahead.
 
     What goes wrong in the thread is raised here, where the step is taken. The thread ends with the iterator, also when
@@ -31,6 +33,7 @@ def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -
         first: First step.
         last: The one behind the last step.
         depth: Steps that are read ahead at most, or `depth` times the steps read in `TOGETHER_S` if that is more.
+        give_up: Ends what `read` may be waiting for, when nobody takes steps any more.
     """
     ready: queue.SimpleQueue[list[Step | BaseException]] = queue.SimpleQueue()
     room = threading.Semaphore(depth)
@@ -73,6 +76,7 @@ def read_ahead(read: Callable[[int], Step], first: int, last: int, depth: int) -
                 del item
     finally:
         closed.set()
+        give_up()
         room.release()
         thread.join()
 

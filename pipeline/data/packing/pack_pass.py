@@ -11,7 +11,7 @@ from pipeline.common.errors import UserError
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import TRAIN
-from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.open import dataset_place, open_dataset
 from pipeline.data.datasets.packing.blocks import check_length
 from pipeline.data.datasets.packing.verify import check_packs
 from pipeline.data.packing.command import plan_in_words
@@ -70,7 +70,8 @@ class PackPass:
         for number, source in enumerate(self._config.data.sources):
             if source.dataset is not None and self._lengths:
                 try:
-                    check_packs({"": Dataset.open(dataset_folder(self._config, source, TRAIN))}, self._lengths)
+                    dataset = open_dataset(self._config, dataset_place(self._config, source, TRAIN))
+                    check_packs({"": dataset}, self._lengths)
                 except UserError as error:
                     yield f"data.sources.{number}.dataset: {error}"
 

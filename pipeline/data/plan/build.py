@@ -21,8 +21,10 @@ from pipeline.common.run_files import CHECKPOINT_STATE, RunFiles
 from pipeline.config.base import parse_count
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset
-from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
-from pipeline.data.datasets.open import dataset_folder, open_datasets, open_set, open_split
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.datasets.open import dataset_place, is_finished, open_datasets, open_set, open_split
+from pipeline.data.datasets.remote.dataset import RemoteDataset
+from pipeline.data.datasets.remote.opening import opening_requests
 from pipeline.data.datasets.validate import check_datasets, check_tokenizers
 from pipeline.data.loading.objectives.choice import check_objectives, uses
 from pipeline.data.loading.stream_shape import padding_share, stream_shape
@@ -49,7 +51,7 @@ from pipeline.data.order.run_length import (
 )
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Sized
-from pipeline.data.plan.rows import DataPlan, ObjectiveRow, PreviewRow, SegmentRow, SliceRow
+from pipeline.data.plan.rows import DataPlan, ObjectiveRow, PreviewRow, RemoteRow, SegmentRow, SliceRow
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
 from pipeline.data.preprocess.source_settings import check_heldout_settings, check_settings, unused_weights
 from pipeline.data.provenance.run import shortened
@@ -134,6 +136,7 @@ def make_data_plan(
         order_hash=f"{order_hash(sampler, hashed):016x}" if hashed else None,
         journal=journal.fingerprint,
         preview=list(_preview_rows(sampler, sized, min(preview, journal.samples(length.steps).start))),
+        remote=list(_remote_rows(config, journal, sized, length.steps)),
     )
 
 
@@ -169,10 +172,10 @@ def open_sized(config: Config, assumed: Mapping[str, Assumed]) -> dict[str, Data
     found: dict[str, Dataset | Assumed] = {}
     missing = []
     for source in config.data.sources:
-        folder = dataset_folder(config, source, TRAIN)
+        folder = dataset_place(config, source, TRAIN)
         if source.name in assumed:
             found[source.name] = assumed[source.name]
-        elif (folder / MANIFEST_FILE).exists():
+        elif is_finished(config, folder):
             found[source.name] = open_split(config, source, TRAIN)
         else:
             missing.append((source.name, folder))
@@ -273,6 +276,29 @@ def _objective_rows(config: Config, journal: Journal, rows: Sequence[SegmentRow]
                     predicted=shape.predicted,
                     padding=padding_share(use.objective, row.sequence_length),
                 )
+
+
+def _remote_rows(
+    config: Config, journal: Journal, sized: Mapping[str, Dataset | Assumed], steps: int
+) -> Iterator[RemoteRow]:
+    """The sources whose datasets are in a bucket."""
+    samples: dict[str, int] = {}
+    for segment, count in journal.drawn(steps):
+        for name, drawn in zip(segment.sources, segment.order().counts(count), strict=True):
+            samples[name] = samples.get(name, 0) + drawn
+    for name, dataset in sized.items():
+        if isinstance(dataset, RemoteDataset):
+            sizes = [file.size for file in dataset.files]
+            yield RemoteRow(
+                source=name,
+                url=str(dataset.url),
+                parts=len(sizes),
+                bytes=sum(sizes),
+                open_requests=opening_requests(dataset, config.pack_lengths),
+                copy_requests=sum(-(-size // config.data.remote.request_bytes) for size in sizes),
+                range_requests=samples.get(name, 0),
+                ahead=config.stage.ahead,
+            )
 
 
 def _padding_warnings(rows: Sequence[SegmentRow], ranks: int) -> Iterator[str]:

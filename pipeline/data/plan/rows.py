@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,25 @@ class PreviewRow:
 
 
 @dataclass(frozen=True)
+class RemoteRow:
+    """Requests of a source whose dataset is in a bucket, without those that are sent again."""
+
+    source: str
+    url: str
+    parts: int
+    bytes: int
+    """Of all tokens."""
+    open_requests: int
+    """For what each node fetches before the first step: indices, tokenizer, packs."""
+    copy_requests: int
+    """For the tokens of all parts, which each node copies with `stage.data: local`."""
+    range_requests: int
+    """For samples that are read by ranges, if all of the run are: about one for each, over all nodes."""
+    ahead: int
+    """Steps whose samples are asked for ahead."""
+
+
+@dataclass(frozen=True)
 class DataPlan:
     """The data plan of a run, all that `pipeline data plan` prints."""
 
@@ -121,6 +140,8 @@ class DataPlan:
     journal: str
     """Fingerprint of the journal: of all that decides the order of the whole run but the tokens."""
     preview: list[PreviewRow]
+    remote: list[RemoteRow] = field(default_factory=list)
+    """Sources whose datasets are in a bucket."""
 
     @property
     def weighs(self) -> bool:
@@ -136,4 +157,6 @@ class DataPlan:
                     json[name]["epochs"] = account.epochs
             if not self.weighs:  # as before there were loss weights
                 del json["loss_weights"], json["document_weights"]
+        if not self.remote:
+            del value["remote"]
         return value

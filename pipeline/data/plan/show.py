@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.common.console import Console, print_table, say, verbatim, warn
-from pipeline.common.format import first_and_last, percent, rounded
+from pipeline.common.format import counted, first_and_last, percent, rounded, size
 from pipeline.config.root import Config
 from pipeline.data.order.consumption import SliceAccount
 from pipeline.data.order.journal import Journal
@@ -79,6 +79,15 @@ def show(plan: DataPlan, console: Console) -> None:
         console.print()
         print_table(console, table)
     console.print()
+    for source in plan.remote:
+        per_step = source.range_requests / plan.steps
+        say(
+            console,
+            f"{source.source}: {source.url}, {counted(source.parts, 'part')}, {size(source.bytes)} of tokens. Requests "
+            f"of each node: {source.open_requests:,} before the first step, {source.copy_requests:,} for copies of all "
+            f"parts (stage.data: local). Of all nodes, for samples that are read by ranges: about {per_step:,.1f} per "
+            f"step, {source.range_requests:,} if no part is copied",
+        )
     for line in plan.skips:
         say(console, f"skip: {line}")
     for line in plan.warnings:

@@ -11,17 +11,15 @@ from pipeline.common.format import counted
 from pipeline.common.problems import Problems, StartCheck
 from pipeline.config.root import Config
 from pipeline.data.curate.results.apply import AppliedCuration, applied_curations
-from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import PLAN_FILE, TRAIN
-from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.open import dataset_place, has_dataset, open_dataset
 from pipeline.data.packing.pack_pass import PackPass
 from pipeline.data.preprocess.make_tokenizer import check_kept_tokenizer
 from pipeline.data.preprocess.run_tokenizer import (
-    ORIGIN_FILE,
+    has_run_tokenizer,
     keeps_from_growing,
     named_tokenizer,
     run_tokenizer,
-    tokenizer_folder,
 )
 from pipeline.data.preprocess.source_plan import ADD_APART, is_planned, make_plan
 from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
@@ -144,7 +142,7 @@ PREPROCESS_CHECKS: tuple[StartCheck[PreprocessScope], ...] = (
 
 def known_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer of the run, if there is one by now."""
-    if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
+    if has_run_tokenizer(config):
         return run_tokenizer(config)
     return None if config.tokenizer.path is None else named_tokenizer(config)
 
@@ -154,17 +152,18 @@ def check_adopted(config: Config, tokenizer: Tokenizer, found: Problems) -> None
     for at, source in config.data.inputs.items():
         if source.dataset is None:
             continue
-        folder = dataset_folder(config, source, TRAIN)
-        key, split = f"{at}.dataset", folder.name
+        place = dataset_place(config, source, TRAIN)
+        key, split = f"{at}.dataset", str(place).rpartition("/")[2]
         with found.collecting():
-            if not folder.is_dir():
+            if not has_dataset(config, place):
                 raise UserError(
                     f"{key}: {source.dataset} has no folder {split}/; name the folder that has {split}/ in it"
                 )
-            info = Dataset.open(folder).manifest.tokenizer
+            dataset = open_dataset(config, place)
+            folder, info = dataset.folder, dataset.manifest.tokenizer
             if info.fingerprint != tokenizer.fingerprint:
                 raise UserError(
-                    f"{key}: {folder} was made with another tokenizer ({info.vocab_size} entries, fingerprint "
+                    f"{key}: {place} was made with another tokenizer ({info.vocab_size} entries, fingerprint "
                     f"{info.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint}); "
                     f"set tokenizer.path: {folder / 'tokenizer.json'}, or make the dataset again with this run's "
                     "tokenizer"

@@ -16,6 +16,8 @@ from pipeline.common.paths import cache_folder
 from pipeline.config.parsing.code_keys import REMOTE_KEYS, refuse_code_of_others
 from pipeline.config.root import Config
 from pipeline.config.tokenizer import TokenizerConfig
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.datasets.open import dataset_place, open_dataset
 from pipeline.data.tokenization.definition import MAX_FILE_BYTES
 from pipeline.data.tokenization.tokenizer import SPECIAL_FILE, TOKENIZER_FILE, Tokenizer
 
@@ -33,10 +35,17 @@ def run_tokenizer(config: Config) -> Tokenizer:
     Raises:
         UserError: it has not.
     """
+    if config.data_url is not None:
+        return Tokenizer.open(open_dataset(config, dataset_place(config, config.data.sources[0], TRAIN)).folder)
     folder = tokenizer_folder(config)
     if not (folder / ORIGIN_FILE).is_file():
         raise UserError(f"{folder} has no tokenizer yet; run `pipeline preprocess` first")
     return open_kept(folder)
+
+
+def has_run_tokenizer(config: Config) -> bool:
+    """True if there is a tokenizer of the run. Datasets in a bucket have theirs."""
+    return config.data_url is not None or (tokenizer_folder(config) / ORIGIN_FILE).is_file()
 
 
 def tokenizer_path(config: Config) -> Path | None:
@@ -103,7 +112,8 @@ def check_tokenizer_settings(config: Config) -> None:
     Raises:
         UserError: another file, or other settings of the training.
     """
-    saved = saved_origin(tokenizer_folder(config))
+    # Of datasets in a bucket the tokenizer is what they were made with.
+    saved = saved_origin(tokenizer_folder(config)) if config.data_url is None else None
     if saved is None:
         return
     path = config.tokenizer.path

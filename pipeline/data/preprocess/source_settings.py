@@ -8,9 +8,8 @@ from typing import Any
 from pipeline.common.errors import UserError
 from pipeline.config.data import HELD_OUT, HeldOutSourceConfig, InputConfig
 from pipeline.config.root import Config
-from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import WEIGHT_KEY, Manifest
-from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.open import dataset_place, open_dataset
 from pipeline.data.preprocess.splits import documents_wanted
 from pipeline.data.sources.formats import SOURCE_FORMATS, source_format
 from pipeline.data.sources.reader import PARTITIONS, PLUGIN
@@ -81,7 +80,7 @@ def check_heldout_settings(config: Config) -> None:
     """
     for source in config.data.heldout_sources:
         if source.dataset is None:
-            _check(config, source, Dataset.open(dataset_folder(config, source, HELD_OUT)).manifest)
+            _check(config, source, open_dataset(config, dataset_place(config, source, HELD_OUT)).manifest)
 
 
 def _check(config: Config, source: InputConfig, manifest: Manifest) -> None:

@@ -13,7 +13,9 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import put_sealed
 from pipeline.config.load import load_run
 from pipeline.config.root import Config
+from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.manifest import REPAIR
+from pipeline.data.datasets.open import dataset_folder
 from pipeline.data.datasets.packing.verify import verify_packs
 from pipeline.data.datasets.verify import Verification, verify
 from pipeline.data.verify.repair import repair
@@ -46,7 +48,8 @@ def verify_all(
     config, folders = None, [data]
     if data.is_file() or (data.suffix in (".yaml", ".yml") and not data.is_dir()):
         config = load_run(data, overrides)
-        made = [source.dataset for source in config.data.inputs.values()]
+        inputs = config.data.inputs.values()
+        made = [dataset_folder(config, source, TRAIN).parent if source.dataset else None for source in inputs]
         folders = [*([config.data_dir] if None in made else []), *dict.fromkeys(filter(None, made))]
     elif overrides:
         raise UserError(f"{overrides[0]!r} overrides a key of a run file, but {data} is not one; name the run file")

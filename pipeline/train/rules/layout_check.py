@@ -10,7 +10,7 @@ from pipeline.common.console import Console, say, warn
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, first_and_last, gib, percent, spans
 from pipeline.config import Config
-from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, named_tokenizer, run_tokenizer, tokenizer_folder
+from pipeline.data.preprocess.run_tokenizer import has_run_tokenizer, named_tokenizer, run_tokenizer
 from pipeline.train.distributed.axes import AXES
 from pipeline.train.distributed.layout import Layout, fixed_processes
 from pipeline.train.fp8.matrices import fp8_lines
@@ -127,7 +127,7 @@ def _vocabulary(config: Config) -> tuple[int, str]:
     """Tokens of the run's tokenizer, and where the number comes from; without one those of the model."""
     train, path = config.tokenizer.train, config.tokenizer.path
     try:
-        if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
+        if has_run_tokenizer(config):
             return run_tokenizer(config).vocab_size, "of the run's tokenizer"
         if train is not None:
             return train.vocab_size, "as tokenizer.train.vocab_size says; the tokenizer is not trained yet"

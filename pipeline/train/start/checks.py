@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pipeline.common.errors import UserError
 from pipeline.common.problems import Problems, StartCheck
 from pipeline.config import Config
-from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
-from pipeline.data.datasets.open import dataset_folder
+from pipeline.data.datasets.files import TRAIN
+from pipeline.data.datasets.open import dataset_place, is_finished
 from pipeline.data.preprocess.checks import known_tokenizer
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -133,8 +133,8 @@ def _data_comes(scope: TrainScope) -> str:
 def _seam_waits(scope: TrainScope) -> str:
     if not schedule_differs(scope.config):
         return ""
-    folders = [dataset_folder(scope.config, source, TRAIN) for source in scope.config.data.sources]
-    return "" if all((folder / MANIFEST_FILE).is_file() for folder in folders) else _data_comes(scope)
+    places = [dataset_place(scope.config, source, TRAIN) for source in scope.config.data.sources]
+    return "" if all(is_finished(scope.config, place) for place in places) else _data_comes(scope)
 
 
 SEAM_CHECK = StartCheck("learning rate where the run resumes", _seam, _seam_waits)

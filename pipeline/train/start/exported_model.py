@@ -9,7 +9,7 @@ from typing import Any
 from pipeline.common.console import alarm
 from pipeline.common.errors import UserError
 from pipeline.config import Config
-from pipeline.data.preprocess.run_tokenizer import ORIGIN_FILE, run_tokenizer, tokenizer_folder, tokenizer_path
+from pipeline.data.preprocess.run_tokenizer import has_run_tokenizer, run_tokenizer, tokenizer_path
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.dcp_storage import first_misfit
 from pipeline.train.checkpoint.exported import WEIGHTS_OPTION, ExportedWeights
@@ -67,7 +67,7 @@ def _compare_tokenizers(config: Config, source: ExportedWeights) -> None:
 
 def tokenizer_of_run(config: Config) -> Tokenizer | None:
     """The tokenizer of a run: of its data, else of its latest checkpoint, else the file it names; None without any."""
-    if (tokenizer_folder(config) / ORIGIN_FILE).is_file():
+    if has_run_tokenizer(config):
         return run_tokenizer(config)
     latest = Checkpoints.of_run(config.run.dir).latest()
     if latest is not None:

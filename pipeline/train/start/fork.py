@@ -161,7 +161,7 @@ def _check_unused(config: Config) -> None:
     if not child.is_dir():
         return
     mine = set(_BEFORE_THE_FIRST_STEP)
-    if config.data_dir.is_relative_to(child):
+    if config.data_url is None and config.data_dir.is_relative_to(child):
         inside = config.data_dir.relative_to(child).parts
         # Data right in the run folder: their folders are beside its files.
         mine |= {inside[0]} if inside else {"tokenizer", *(source.name for source in config.data.inputs.values())}
@@ -179,6 +179,8 @@ def _check_data(config: Config, state: dict[str, Any]) -> None:
     theirs = state["config"].get("data", {}).get("dir") or f"{state['config']['run']['dir']}/data"
     if config.run.dir.resolve() == Path(theirs).resolve():
         raise UserError(f"run.dir of the new run, {config.run.dir}, is the data folder of the parent; {_ANOTHER}")
+    if config.data_url is not None:
+        return
     if not config.data_dir.exists() and str(config.data_dir) != theirs:
         raise UserError(
             f"there is no data in {config.data_dir}; the parent has its data in {theirs}: set data.dir to that, or run "

@@ -239,7 +239,7 @@ def open_bins(folder, read):
 @pytest.mark.parametrize("read", BY)
 def test_only_so_many_parts_are_open(tmp_path, monkeypatch, read):
     write(tmp_path / "train", [[np.array([n, 0])] for n in range(1, 20)])
-    cached = dataset_module.lru_cache(maxsize=8)(dataset_module._open_part)
+    cached = dataset_module.lru_cache(maxsize=8)(dataset_module.open_part)
     monkeypatch.setattr(dataset_module, "_mapped_part" if read == "mmap" else "_read_part", cached)
     dataset = Dataset.open(tmp_path / "train", read)
     for _ in range(2):

@@ -1,12 +1,14 @@
 """Copies on the node's own disk: checked, complete, made once, whatever happens meanwhile."""
 
 import errno
+import fcntl
 import itertools
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -170,7 +172,7 @@ def test_packs_are_copied(shared, tmp_path):
 
 
 def test_by_default_in_the_folder_for_temporary_files(shared, tmp_path, monkeypatch):
-    monkeypatch.setattr(local_copy.tempfile, "tempdir", str(tmp_path / "node"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "node"))
     (tmp_path / "node").mkdir()
     assert stage(tmp_path, None)["s"].folder.parent == own(tmp_path / "node")
 
@@ -364,7 +366,7 @@ def test_a_lock_that_cannot_be_had(shared, tmp_path, monkeypatch):
     def fails(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(local_copy.fcntl, "flock", fails)
+    monkeypatch.setattr(fcntl, "flock", fails)
     with pytest.raises(MachineError, match=r"stage.dir: .* cannot be used: No locks available"):
         stage(tmp_path, tmp_path / "node")
 
