@@ -189,8 +189,8 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     from slurm.local.stages import run
 
     # These packages are extras; what is tested is that the keys get there.
-    for name in ("wandb", "mlflow", "mlflow.entities", "trackio"):
-        monkeypatch.setitem(sys.modules, name, MagicMock(__spec__=ModuleSpec(name, None)))
+    for name in ("wandb", "mlflow", "mlflow.entities", "mlflow.exceptions", "trackio"):
+        monkeypatch.setitem(sys.modules, name, MagicMock(__spec__=ModuleSpec(name, None), MlflowException=Exception))
 
     describe(tmp_path / "installed")
     for path in EXAMPLE, tmp_path / "installed":
