@@ -55,7 +55,12 @@ def _steps(where: Path | str, node: Path, steps: int, stage: dict[str, Any]) -> 
     from pipeline.data.loading.loader import open_loader
     from tests.data.loading.remote import config_of
 
-    keys: Any = {"sequence_length": LENGTH, "batch_size": BATCH, "micro_batch_size": BATCH, "duration": f"{steps} steps"}
+    keys: Any = {
+        "sequence_length": LENGTH,
+        "batch_size": BATCH,
+        "micro_batch_size": BATCH,
+        "duration": f"{steps} steps",
+    }
     config = config_of(node, where, "a", stage, remote=ACCESS, **keys)
     yield from open_loader(config, open_datasets(config, "train"), dp_rank=0, dp_size=1).iterate(0, steps)
 

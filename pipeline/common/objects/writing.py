@@ -105,6 +105,8 @@ def put_file(
     with storage.open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         upload = _Upload(path, file, size, new_hash, expected, pace or Pace(None), stop, advance)
+        if not size:
+            list(upload)  # nothing is sent, and the hash is compared all the same
 
         def request() -> Any:
             upload.begin()

@@ -177,7 +177,10 @@ class _Indices:
         self._documents = _array(cache / f"{name}document_index.npy", 1)
         self._samples = _array(cache / f"{name}sample_index.npy", 2)
         self.shuffle = _array(cache / f"{name}shuffle_index.npy", 1)
-        if self._samples.shape[1] != 2 or len(self._samples) != len(self.shuffle) + 1:
+        fits = self._samples.shape[1] == 2 and len(self._samples) == len(self.shuffle) + 1
+        if fits and len(self.shuffle):
+            fits = int(self.shuffle.min()) >= 0 and int(self.shuffle.max()) < len(self.shuffle)
+        if not fits:
             raise UserError(f"{self._name}: the indices do not fit together")
         self._splits = _splits(about.get("split_matrix"), self._part.documents)
 
@@ -245,6 +248,8 @@ def _splits(matrix: Any, documents: int) -> dict[str, tuple[int, int]]:
         return {"train": (0, documents)}
     found = {}
     for split, share in zip(_SPLITS, matrix, strict=True):
-        if isinstance(share, list) and len(share) == 2 and all(isinstance(each, int | float) for each in share):
+        if isinstance(share, list) and len(share) == 2:
+            if not all(isinstance(each, int | float) and 0 <= each <= 1 for each in share) or share[0] > share[1]:
+                raise UserError(f"split_matrix {matrix} is not one of shares from 0 to 1")
             found[split] = (round(share[0] * float(documents)), round(share[1] * float(documents)))
     return found or {"train": (0, documents)}

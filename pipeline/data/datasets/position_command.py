@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,8 +46,9 @@ def write_position(cache: Path, consumed: int, to: Path, *, of: str | None = Non
                 left_out = each.left_out(split, documents, keep_cut=keep_cut)
                 _save(path, left_out)
                 kind = "" if split == "train" else f" --split {'heldout' if split == 'valid' else split}"
+                source, leave_out = shlex.quote(str(each.prefix)), shlex.quote(str(path))
                 adopt.append(
-                    f"pipeline data adopt {each.prefix} --to DATA/{name}{kind} --leave-out {path} --tokenizer TOKENIZER"
+                    f"pipeline data adopt {source} --to DATA/{name}{kind} --leave-out {leave_out} --tokenizer TOKENIZER"
                 )
         first, end = each.splits["train"]
         left = end - first - len(each.whole if keep_cut else each.touched)
@@ -65,11 +68,12 @@ def write_position(cache: Path, consumed: int, to: Path, *, of: str | None = Non
 
 def _names(found: list[Position]) -> Iterator[str]:
     """A name for each file, which no other one has."""
-    used: dict[str, int] = {}
+    used: set[str] = set()
     for each in found:
         name = "".join(letter if letter.isalnum() or letter in "_-" else "-" for letter in each.prefix.name) or "data"
-        used[name] = used.get(name, 0) + 1
-        yield name if used[name] == 1 else f"{name}-{used[name]}"
+        tries = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        used.add(free := next(each for each in tries if each not in used))
+        yield free
 
 
 def _save(path: Path, numbers: npt.NDArray[np.int64]) -> None:

@@ -25,6 +25,10 @@ TokenFormat = Literal["npy", "ds", "mds"]
 IdType = Literal["uint16", "uint32", "int32", "int64"]
 _BLOCK = 2**20
 """Tokens that are looked at together."""
+_LOOKED_AT = 2**16
+"""Bytes of a file that are looked at for ids of another type."""
+_MOST_REST = 2**28
+"""Tokens of a document, above which the token that ends documents is taken for another one."""
 _MAGIC = b"\x93NUMPY"
 _MOST_INDEX_BYTES = 2**28
 Ids = npt.NDArray[Any]
@@ -58,17 +62,20 @@ def write_pairs(
         UserError: a file is missing, damaged or not of the format, or has ids that are none of the tokenizer's.
     """
     kind = np.dtype(ids or ("uint16" if vocab_size <= 2**16 else "uint32")).newbyteorder("<")
+    if twice := {path for path in paths if [each.resolve() for each in paths].count(path.resolve()) > 1}:
+        raise UserError(f"{sorted(twice)[0]} is given twice")
+    base = os.path.commonpath([path.absolute().parent for path in paths])
     found = []
     for number, path in enumerate(paths):
         prefix = place / f"{number:06d}"
-        blocks, ends = _opened(form, path, kind)
+        blocks, ends = _opened(form, path, kind, has_type=ids is not None)
         with IndexedWriter(prefix, np.uint16 if vocab_size <= 2**16 else np.int32) as writer:
             add = _Adder(writer, path, vocab_size, end_of_document, ends)
             for block in blocks:
                 add.block(block)
                 advance(block.nbytes)
             add.finish()
-        found.append((path.name, prefix))
+        found.append((os.path.relpath(path, base), prefix))
     return found
 
 
@@ -89,7 +96,9 @@ class _Adder:
     ) -> None:
         self._writer, self._path, self._vocab_size, self._end = writer, path, vocab_size, end
         self._ends = ends
-        self._rest: Ids = np.zeros(0, writer.dtype)
+        self._rest: list[Ids] = []
+        self._held = 0
+        """Tokens behind the last end."""
         self._at = 0
         """Tokens of the documents that were written."""
 
@@ -98,43 +107,60 @@ class _Adder:
         if len(block) and not (int(block.min()) >= 0 and int(block.max()) < self._vocab_size):
             wrong = int(np.flatnonzero((block < 0) | (block >= self._vocab_size))[0])
             raise UserError(
-                f"{self._path}: token {self._at + len(self._rest) + wrong:,} has the id {block[wrong]}, but the "
+                f"{self._path}: token {self._at + self._held + wrong:,} has the id {block[wrong]}, but the "
                 f"tokenizer's ids end with {self._vocab_size - 1}: the file is of another tokenizer, or its ids are of "
                 "another type (--ids)"
             )
-        ids = np.concatenate([self._rest, block.astype(self._writer.dtype)])
+        self._rest.append(block.astype(self._writer.dtype))
         if self._ends is None:
-            ends = np.flatnonzero(ids == self._end) + 1
+            ends = np.flatnonzero(block == self._end) + 1 + self._held
         else:
-            low, high = self._ends.searchsorted([self._at, self._at + len(ids)], "right")
+            low, high = self._ends.searchsorted([self._at, self._at + self._held + len(block)], "right")
             ends = self._ends[low:high] - self._at
-        self._write(ids, ends)
+        self._held += len(block)
+        if len(ends):
+            self._write(ends)
+        elif self._held > _MOST_REST:
+            raise UserError(
+                f"{self._path}: {self._held:,} tokens follow each other without the token that ends documents (id "
+                f"{self._end}); give that token with --end-of-document"
+            )
 
-    def _write(self, ids: Ids, ends: npt.NDArray[np.int64]) -> None:
-        whole = int(ends[-1]) if len(ends) else 0
+    def _write(self, ends: npt.NDArray[np.int64]) -> None:
+        ids, whole = np.concatenate(self._rest), int(ends[-1])
         self._writer.add_documents(ids[:whole].tobytes(), np.diff(ends, prepend=0))
-        self._rest = ids[whole:]
+        self._rest, self._held = [ids[whole:]], len(ids) - whole
         self._at += whole
 
     def finish(self) -> None:
         """Write what is left as a document."""
-        if len(self._rest):
+        if self._held:
             if self._ends is not None:
                 raise UserError(f"{self._path} has tokens behind its last document; it is not of its index")
-            self._write(self._rest, np.array([len(self._rest)]))
+            self._write(np.array([self._held]))
 
 
-def _opened(form: TokenFormat, path: Path, kind: np.dtype[Any]) -> tuple[Iterator[Ids], npt.NDArray[np.int64] | None]:
+def _opened(
+    form: TokenFormat, path: Path, kind: np.dtype[Any], *, has_type: bool
+) -> tuple[Iterator[Ids], npt.NDArray[np.int64] | None]:
     """Blocks of the ids of a file, and the ends of its documents where it says them."""
     if form == "mds":
-        return _shards(path, kind), None
+        return _shards(path, kind if has_type else None), None
     if not path.is_file():
         raise UserError(f"{path}: there is no such file")
     if form == "ds":
         return _opened_ds(path)
     with storage.open_regular(path) as file:
-        has_header = file.read(len(_MAGIC)) == _MAGIC
-    return _of_array(path) if has_header else _of_ids(path, kind), None
+        head = file.read(_LOOKED_AT)
+    if head.startswith(_MAGIC):
+        return _of_array(path), None
+    every_second = np.frombuffer(head[: len(head) // 8 * 8], f"<u{kind.itemsize}")[1::2]
+    if not has_type and len(every_second) > 1 and not every_second.any():
+        raise UserError(
+            f"{path}: every second id is 0 if ids are {kind.name}, so they are probably wider: give their type with "
+            "--ids"
+        )
+    return _of_ids(path, kind), None
 
 
 def _of_array(path: Path) -> Iterator[Ids]:
@@ -174,7 +200,7 @@ def _opened_ds(path: Path) -> tuple[Iterator[Ids], npt.NDArray[np.int64]]:
     return _of_ids(path, np.dtype("<u2" if size // tokens == 2 else "<u4")), ends
 
 
-def _shards(folder: Path, kind: np.dtype[Any]) -> Iterator[Ids]:
+def _shards(folder: Path, kind: np.dtype[Any] | None) -> Iterator[Ids]:
     """Ids of the samples of shards, one behind the other."""
     index = folder / "index.json"
     if not index.is_file():
@@ -186,7 +212,7 @@ def _shards(folder: Path, kind: np.dtype[Any]) -> Iterator[Ids]:
         yield from _samples(folder, index, shard, kind)
 
 
-def _samples(folder: Path, index: Path, shard: dict[str, Any], kind: np.dtype[Any]) -> Iterator[Ids]:
+def _samples(folder: Path, index: Path, shard: dict[str, Any], kind: np.dtype[Any] | None) -> Iterator[Ids]:
     names, encodings, sizes = (shard.get(f"column_{key}") for key in ("names", "encodings", "sizes"))
     raw, samples = shard.get("raw_data"), shard.get("samples")
     if shard.get("format") != "mds" or names != ["tokens"] or shard.get("zip_data") is not None:
@@ -207,6 +233,10 @@ def _samples(folder: Path, index: Path, shard: dict[str, Any], kind: np.dtype[An
             raise UserError(f"{index}: the encoding {encoding!r} cannot be read") from None
     elif encoding != "bytes":
         raise UserError(f"{index}: the encoding {encoding!r} cannot be read; only bytes and ndarray:TYPE:SIZE can")
+    if kind is None:
+        raise UserError(
+            f"{index} has samples of bytes, of which nothing says the type: give it with --ids (int64, say)"
+        )
     if kind.kind not in "iu":
         raise UserError(f"{index}: the encoding {encoding!r} is not one of whole numbers")
     path = folder / storage.plain_name(raw.get("basename"), index)

@@ -77,6 +77,9 @@ def test_a_file_with_other_bytes_is_not_written(tmp_path: Path, memory: MemorySt
     (tmp_path / "x").write_bytes(DATA)
     with pytest.raises(FileChanged, match="x is not the file that it should be"):
         put_file(tmp_path / "x", FOLDER.below("x"), ACCESS, expected="0" * 32)
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(FileChanged, match="it has 0 bytes"):
+        put_file(tmp_path / "empty", FOLDER.below("x"), ACCESS, expected="0" * 32)
     with pytest.raises(FileNotFoundError):
         put_file(tmp_path / "y", FOLDER.below("x"), ACCESS)
     given_up = threading.Event()

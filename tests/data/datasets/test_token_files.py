@@ -153,7 +153,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, tokenizer: dict[str, Any])
     index.unlink()
     refused(path, "ds", "is missing")
 
+    path = tmp_path / "wide.npy"
+    path.write_bytes(flat("<u4").tobytes())
+    refused(path, "npy", "every second id is 0")
+    with pytest.raises(UserError, match="is given twice"):
+        adopt([path, path], tmp_path / "web", form="npy", ids="uint32", **tokenizer)
+
     folder = write_mds(tmp_path / "mds", "bytes", 16, 5)
+    refused(folder, "mds", "nothing says the type")
     index = folder / "index.json"
     about = json.loads(index.read_text())
     for change, match in (

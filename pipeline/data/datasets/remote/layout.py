@@ -15,8 +15,9 @@ from typing import Any
 import numpy.typing as npt
 
 from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.common.objects.urls import ObjectUrl
-from pipeline.data.datasets.files import MANIFEST_FILE
+from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE
 from pipeline.data.datasets.indexed import part_prefix
 from pipeline.data.datasets.manifest import Manifest
 from pipeline.data.datasets.packing.files import file_hashes, packs_folder
@@ -73,7 +74,10 @@ def tokenizer_hashes(manifest: Manifest, where: Path) -> dict[str, str]:
     Raises:
         UserError: a name is none of a file beside it.
     """
-    return {storage.plain_name(name, where): listed for name, listed in manifest.files.items()}
+    for name in manifest.files:
+        if storage.plain_name(name, where) in (MANIFEST_FILE, PARTS_FILE) or name.endswith(SUFFIX):
+            raise UserError(f"{where} names {name} as a file of the tokenizer, which it cannot be; it is damaged")
+    return dict(manifest.files)
 
 
 def pack_file_hashes(folder: Path, fingerprints: Sequence[str], length: int) -> dict[str, str]:

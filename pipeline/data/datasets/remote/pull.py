@@ -13,7 +13,7 @@ from pipeline.common import links, storage
 from pipeline.common.console import Console, byte_progress, echo
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, size
-from pipeline.common.hashing import file_hash
+from pipeline.common.hashing import check_seal, file_hash
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.listing import list_objects
 from pipeline.common.objects.retries import Abandoned
@@ -23,7 +23,7 @@ from pipeline.common.objects.urls import ObjectUrl
 from pipeline.common.objects.writing import read_small
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE
 from pipeline.data.datasets.indexed import HashedFile
-from pipeline.data.datasets.manifest import read_manifest, read_parts
+from pipeline.data.datasets.manifest import Manifest, read_manifest, read_parts
 from pipeline.data.datasets.merge import check_space
 from pipeline.data.datasets.packing.files import INDEX_FILE, PACKS, packs_folder
 from pipeline.data.datasets.remote.layout import (
@@ -124,6 +124,7 @@ class _Pull:
         """Manifest and `parts.bin`, from which the names of all files follow, and the list of objects."""
         storage.put(head / MANIFEST_FILE, manifest)
         self._manifest = read_manifest(head)
+        check_seal(Path(str(manifest_url(self._url))), manifest, Manifest.model_fields)
         fingerprint = self._manifest.fingerprint
         if (self._folder / MANIFEST_FILE).exists() and read_manifest(self._folder).fingerprint != fingerprint:
             raise UserError(f"{self._folder} has another dataset than {self._url}; choose another folder")
@@ -144,7 +145,7 @@ class _Pull:
         for name in self._there:
             place, _, file = name.rpartition("/")
             length = place.removeprefix(f"{PACKS}/")
-            if file == INDEX_FILE and length.isascii() and length.isdecimal() and len(length) < 10:
+            if file == INDEX_FILE and length.isascii() and length.isdecimal() and length[0] != "0" and len(length) < 10:
                 links.make_folder(head / PACKS)
                 links.make_folder(packs_folder(head, int(length)))
                 storage.put(packs_folder(head, int(length)) / INDEX_FILE, self._small(name))

@@ -16,6 +16,7 @@ from pipeline.common import storage
 from pipeline.common.console import Console, byte_progress, echo
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted, size
+from pipeline.common.hashing import check_seal
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.listing import list_objects
 from pipeline.common.objects.retries import Abandoned
@@ -24,7 +25,7 @@ from pipeline.common.objects.writing import FileChanged, check_writing, create_o
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE
 from pipeline.data.datasets.manifest import Manifest, datasets_below, read_parts
-from pipeline.data.datasets.packing.files import lengths_there
+from pipeline.data.datasets.packing.files import INDEX_FILE, lengths_there, packs_folder
 from pipeline.data.datasets.remote.layout import (
     file_url,
     manifest_url,
@@ -84,7 +85,10 @@ class _Push:
 
     def run(self, console: Console, dry_run: bool) -> None:
         """Send what is not there; the manifest comes last."""
-        manifest = storage.read_bytes(self._dataset.folder / MANIFEST_FILE)
+        path = self._dataset.folder / MANIFEST_FILE
+        manifest = storage.read_bytes(path)
+        check_seal(path, manifest, Manifest.model_fields)
+        self._check_manifest(manifest)
         is_there = self._is_there()
         files, packs = self._files(), self._packs()
         everything = [*files, *itertools.chain(*packs)]
@@ -121,14 +125,19 @@ class _Push:
 
     def _check_manifest(self, data: bytes) -> None:
         try:
-            there = Manifest.model_validate(orjson.loads(data)).fingerprint
+            found = Manifest.model_validate(orjson.loads(data))
         except (ValueError, ValidationError):
-            there = "none that can be read"
-        ours = self._dataset.whole.fingerprint
-        if there != ours:
+            raise UserError(f"{manifest_url(self._to)} cannot be read; choose another URL") from None
+        ours = self._dataset.whole
+        if found.fingerprint != ours.fingerprint:
             raise UserError(
-                f"{self._to} has another dataset (fingerprint {there}; {self._dataset.folder} has {ours}): choose "
-                "another URL. Datasets in a bucket never change, because runs may read them"
+                f"{self._to} has another dataset (fingerprint {found.fingerprint}; {self._dataset.folder} has "
+                f"{ours.fingerprint}): choose another URL. Datasets in a bucket never change, as runs may read them"
+            )
+        if found.files != ours.files:
+            raise UserError(
+                f"{self._to} has the same dataset, with the same tokenizer in files of other bytes, as another version "
+                "of the program writes them. Nothing is sent; use what is there, or choose another URL"
             )
 
     def _files(self) -> list[_File]:
@@ -145,7 +154,11 @@ class _Push:
     def _packs(self) -> list[list[_File]]:
         """The files of the packs of each length."""
         folder = self._dataset.folder
-        return [self._listed(pack_file_hashes(folder, self._dataset.newer, length)) for length in lengths_there(folder)]
+        return [
+            self._listed(pack_file_hashes(folder, self._dataset.newer, length))
+            for length in lengths_there(folder)
+            if (packs_folder(folder, length) / INDEX_FILE).exists()
+        ]
 
     def _listed(self, hashes: dict[str, str]) -> list[_File]:
         folder, fingerprint = self._dataset.folder, self._dataset.whole.fingerprint

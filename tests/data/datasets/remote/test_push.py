@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +20,7 @@ from obstore.store import MemoryStore
 
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
+from pipeline.common.hashing import file_hash, put_sealed, sealed_bytes
 from pipeline.common.objects import stores
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.stores import use_store
@@ -138,6 +141,37 @@ def test_what_is_wrong_is_named(data: Path, memory: MemoryStore, tmp_path: Path)
     with pytest.raises(UserError, match="data verify"):
         push(train, TO, ACCESS, CONSOLE)
     assert not [key for key in objects(memory) if key.endswith("manifest.json")]
+
+
+def test_the_same_dataset_with_other_files_is_left_alone(data: Path, memory: MemoryStore, tmp_path: Path) -> None:
+    """Another version of the library writes the same tokenizer in other bytes."""
+    train = data / "t" / "train"
+    push(train, TO, ACCESS, CONSOLE)
+    before = objects(memory)
+    value = json.loads((train / "manifest.json").read_text())
+    (train / "tokenizer.json").write_text(json.dumps(json.loads((train / "tokenizer.json").read_text())))
+    value["files"]["tokenizer.json"] = f"{file_hash(train / 'tokenizer.json'):016x}"
+    put_sealed(train / "manifest.json", value)
+    with pytest.raises(UserError, match="in files of other bytes"):
+        push(train, TO, ACCESS, CONSOLE)
+    assert objects(memory) == before
+    pull(TO, tmp_path / "back", ACCESS, CONSOLE)
+
+
+def test_manifests_of_strangers(data: Path, memory: MemoryStore, tmp_path: Path) -> None:
+    train = data / "t" / "train"
+    (train / "packs" / "512").mkdir(parents=True)  # without an index: left out
+    push(train, TO, ACCESS, CONSOLE)
+    whole = bytes(memory.get("sets/web/manifest.json").bytes())
+    value = json.loads(whole)
+    memory.put("sets/web/manifest.json", json.dumps(value | {"text_bytes": 1}).encode())
+    with pytest.raises(UserError, match=r"manifest\.json"):
+        pull(TO, tmp_path / "back", ACCESS, CONSOLE)
+    for name in ("manifest.json", "parts.bin", "x.sum", "../x"):
+        memory.put("sets/web/manifest.json", sealed_bytes(value | {"files": {name: "0" * 16}}))
+        with pytest.raises(UserError, match=re.escape(name)):
+            pull(TO, tmp_path / "back", ACCESS, CONSOLE)
+        assert not (tmp_path / "back").exists()
 
 
 @pytest.fixture(scope="module")
