@@ -26,6 +26,8 @@ from pipeline.config.root import Config
 
 REMOTE_KEYS = ("data.dir", "data.sources", "data.heldout_sources", "data.remote", "tokenizer.path")
 """Keys of objects, which are asked for with the credentials of this user."""
+MIRROR_KEYS = ("train.checkpoint.mirror", "resume.from_mirror", "data.remote")
+"""Keys of mirrors of checkpoints, which are written and read with the credentials of this user."""
 TASK_KEYS = ("eval.harness", "data.curate.decontaminate.tasks")
 """Keys of tasks of lm-evaluation-harness, which are executed where they are files."""
 CHECKED = "PIPELINE_CHECKED"

@@ -340,7 +340,7 @@ class Trainer:
             self._garbage,
             self._rows.hardware,
         ):
-            self._saver.exporter.begin(self._console)
+            self._saver.begin_copies()
             try:
                 yield
             except NumericalError:
@@ -348,7 +348,7 @@ class Trainer:
                 raise
             # All is saved. What is left is to close the loggers, one of which may still have much to send.
             self._watchdog.pause()
-            self._saver.exporter.finish(self._requests.reason, self._write, self._console)
+            self._saver.finish_copies(self._requests.reason, self._write)
         if withheld := self._faults.withheld:
             say(self._console, f'train: {withheld} (`"skipped": true` in metrics.jsonl)')
 
@@ -364,10 +364,10 @@ class Trainer:
         self._saver.finish()
         self._profile.finish()
         self._saver.report(self._write)
-        self._saver.exporter.close()  # before the checkpoints that it waits for are moved
+        self._saver.close_copies()  # before the checkpoints that are being read are moved
         checkpoint, self._plan = go_back(rewind, self._config, self._plan, self._folder, self._console)
         self._saver.unsaved.rewound()
-        self._saver.exporter.begin(self._console)
+        self._saver.begin_copies()
         self._validator.forget()
         self._loader = self._open_loader()
         if self._stepper.spikes is not None:
