@@ -125,11 +125,19 @@ def train(
     in_allocation: InAllocation = False,
     dry_run: DryRun = False,
     take_over: TakeOver = False,
+    from_mirror: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="If run.dir has no checkpoints: continue from the mirror of a run (train.checkpoint.mirror.to).",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Verbose = False,
     trusted: TrustFilesOf = None,
 ) -> None:
     """Train the model, or resume from the latest checkpoint."""
-    config = _load(run, overrides)
+    config = _load(run, overrides, None if from_mirror is None else {"resume.from_mirror": from_mirror})
     if check:
         from slurm.local.stages import check_layout
 

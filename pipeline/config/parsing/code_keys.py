@@ -179,6 +179,16 @@ def refuse_code_of_others(config: Config, *sections: str) -> None:
             refuse_untrusted(f"{key} ({show(found.value)})", [*config.origins(key), *(files or ())], todo, sends=sends)
 
 
+def refuse_mirrors_of_others(config: Config) -> None:
+    """Refuse to write to or read from mirrors of checkpoints that somebody else may have named.
+
+    Raises:
+        UserError: somebody else may have written one of `MIRROR_KEYS`.
+    """
+    if config.train.checkpoint.mirror is not None or config.resume.from_mirror is not None:
+        refuse_code_of_others(config, *MIRROR_KEYS)
+
+
 @contextmanager
 def vouch_for(config: Config, *sections: str) -> Iterator[None]:
     """Let processes that are started inside take the values as checked: their file of the config is a copy.
