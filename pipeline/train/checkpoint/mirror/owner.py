@@ -97,19 +97,19 @@ def refuse_other(mirror: Mirror, found: Owner | None, run: str, folder: str) -> 
     """
     if found is None or (found.run == run and (found.folder == folder or found.released)):
         return
-    shown = storage.shown(ascii(found.host))
-    if found.run != run:
+    shown, age = storage.shown(ascii(found.host)), max(0.0, time.time() - found.time)
+    if found.run != run and mirror.commits():
         raise OwnedByOther(
             f"train.checkpoint.mirror.to: {mirror.url} has the checkpoints of another run (of host {shown}); name "
             f"another folder. To continue that run in a new run folder: `pipeline train RUN.yaml --from-mirror "
             f"{mirror.url}`"
         )
-    age = time.time() - found.time
-    if age < STALE_S:
+    if not found.released and age < STALE_S:
+        who = "the same run writes" if found.run == run else "another run writes"
         raise OwnedByOther(
-            f"train.checkpoint.mirror.to: the same run writes to {mirror.url} from another run folder, on host {shown} "
-            f"({duration(max(0.0, age))} ago); stop it, or if it is gone, start again in "
-            f"{duration(STALE_S - max(0.0, age))}"
+            f"train.checkpoint.mirror.to: {who} to {mirror.url} from another run folder, on host {shown} "
+            f"({duration(age)} ago); stop it. If it is gone, remove {mirror.owner}, or start again in "
+            f"{duration(STALE_S - age)}"
         )
 
 

@@ -16,10 +16,11 @@ from pipeline.common.errors import MachineError, UserError
 from pipeline.common.objects import stores
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.urls import parse_folder
+from pipeline.common.objects.writing import delete_objects
 from pipeline.config.checkpoint import CheckpointConfig, MirrorConfig
 from pipeline.train.checkpoint.committed import COMMIT, record_of
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.mirror import bucket, leader
+from pipeline.train.checkpoint.mirror import bucket, leader, owner
 from pipeline.train.checkpoint.mirror.board import Board, Task
 from pipeline.train.checkpoint.mirror.bucket import Mirror, OwnerLost
 from pipeline.train.checkpoint.mirror.commits import MirrorCommit, current_line
@@ -61,9 +62,12 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorded]:
         found.calls.append(("put", key))
         return put(store, key, *args, **keys)
 
-    def recorded_delete(store: Any, keys: list[str]) -> None:
-        found.calls += [("delete", key) for key in keys]
-        delete(store, keys)
+    def recorded_delete(store: Any, keys: list[str] | str) -> None:
+        for key in [keys] if isinstance(keys, str) else keys:
+            if found.fail("delete", key):
+                raise OSError("the store is down")
+            found.calls.append(("delete", key))
+            delete(store, [key])
 
     monkeypatch.setattr(library, "put", recorded_put)
     monkeypatch.setattr(library, "delete", recorded_delete)
@@ -140,8 +144,8 @@ def test_the_commit_comes_last_and_names_all_files(tmp_path: Path, store: Record
     assert {key.rpartition("/")[2] for key in puts[:-1]} == {*commit.files, *commit.run_files}
     state = read_mirror_state(run.path)
     assert state is not None and (state.step, state.behind, state.failed) == (10, 0, 0)
-    owner = read_owner(run.mirror)
-    assert owner is not None and owner[0].released
+    released = read_owner(run.mirror)
+    assert released is not None and released[0].released
 
 
 def test_what_the_policy_does_not_keep_goes_and_its_commit_first(tmp_path: Path, store: Recorded) -> None:
@@ -290,8 +294,6 @@ def test_an_owner_in_another_folder_that_is_silent_is_followed(
     second = Lease(mirror, RUN, "another")
     with pytest.raises(OwnedByOther):
         second.take()
-    from pipeline.train.checkpoint.mirror import owner
-
     monkeypatch.setattr(owner, "STALE_S", 0.0)
     second.take()
     assert STALE_S > 0 and second.generation == first.generation + 1
@@ -387,3 +389,58 @@ def test_a_forked_process_refuses(store: Recorded, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(stores._Stores, "owner", 1)
     with pytest.raises(MachineError, match="was forked"):
         bucket.Mirror.of(URL, ACCESS).commits()
+
+
+def test_a_mirror_without_checkpoints_is_free_when_its_owner_is_silent(
+    tmp_path: Path, store: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Lease(Mirror.of(URL, ACCESS), "another-run", "folder").take()
+    mine = Lease(Mirror.of(URL, ACCESS), RUN, "mine")
+    with pytest.raises(OwnedByOther, match="another run writes"):
+        mine.take()
+    monkeypatch.setattr(owner, "STALE_S", 0.0)
+    mine.take()
+
+
+class Killed(BaseException):
+    """The process is gone."""
+
+
+def test_a_kill_at_any_write_leaves_whole_checkpoints_and_the_next_start_goes_on(
+    tmp_path: Path, store: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    steps, at = (10, 20, 30), 0
+    while True:
+        at += 1
+        run = Run(tmp_path / f"run-{at}", keep=1)
+        count = 0
+
+        def kill(action: str, key: str, at: int = at) -> bool:
+            nonlocal count
+            count += 1
+            if count > at:
+                raise Killed
+            return False
+
+        store.fail = kill
+        found = run.leader()
+        for step in steps:
+            found.add(step, run.save(step)[0])
+            until(lambda found=found: found.is_idle)
+        found.close(10)
+        store.fail = lambda action, key: False
+        ended, reached = count <= at, run.steps()
+        assert whole(run) and reached in ([], [10], [10, 20], [20], [20, 30], [30]), at
+        # A later start of the same run: on its checkpoints, without a trace of the killed one's files.
+        upload(run, 40, began=max(reached, default=0))
+        assert run.steps() == [40] and whole(run)
+        (commit,) = run.mirror.commits()
+        names = {f"runs/one/step-00000040/{commit.upload}/{name}" for name in commit.files}
+        names |= {f"runs/one/step-00000040/{commit.upload}/run/{name}" for name in commit.run_files}
+        assert store.names() == {*names, "runs/one/OWNER", "runs/one/step-00000040/COMMIT"}, at
+        delete_objects([run.mirror.owner, *map(run.mirror.url.with_key, names)], ACCESS)
+        delete_objects([run.mirror.commit_url(40)], ACCESS)
+        if ended:
+            break
+    assert at > 20
