@@ -33,7 +33,7 @@ from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, re
 from pipeline.train.checkpoint.mirror.mirroring import Mirroring
 from pipeline.train.distributed.process_group import background_group, broadcast_from_rank0, gather
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.export.exporter import Exporter
+from pipeline.train.export.exporter import Exporter, export_missing
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import checkpoint_bytes
@@ -440,3 +440,14 @@ class Saver:
             "layout": self._layout.to_json(),
             "versions": versions(),
         }
+
+
+def copy_missing(config: Config, folder: RunFolder, console: Console) -> None:
+    """Export and mirror what an earlier attempt at a run that is done has left; every rank calls this, and waits."""
+    export_missing(config, folder, console)
+    mirroring = Mirroring(config, folder, folder.step)
+    try:
+        mirroring.begin()
+        mirroring.finish(lambda: None, lambda step, row: None, console)
+    finally:
+        mirroring.close()

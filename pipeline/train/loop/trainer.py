@@ -30,7 +30,6 @@ from pipeline.train.checkpoint.policy import due
 from pipeline.train.distributed import process_group
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.export.exporter import export_missing
 from pipeline.train.host.gc_schedule import GcSchedule
 from pipeline.train.host.trace_spans import span
 from pipeline.train.loop.faults import Faults
@@ -40,7 +39,7 @@ from pipeline.train.loop.quantities.requests import AgreedRequests
 from pipeline.train.loop.quantities.windows import WindowLosses
 from pipeline.train.loop.quantities.work import RankWork
 from pipeline.train.loop.rewind import go_back
-from pipeline.train.loop.saving import Saver
+from pipeline.train.loop.saving import Saver, copy_missing
 from pipeline.train.loop.step import Stepper
 from pipeline.train.loop.step_metrics import Issued, StepMetrics
 from pipeline.train.loop.validation import Validator, validation_line
@@ -459,7 +458,7 @@ def train(config: Config, console: Console | None = None) -> int:
         if checkpoint is not None and checkpoint.step >= total:
             say(console, f"train: nothing to do, already at step {checkpoint.step} ({reason})")
             watchdog.pause()
-            export_missing(config, folder, console)
+            copy_missing(config, folder, console)
             return checkpoint.step
         if checkpoint is not None and ranks.rank == 0:
             threads = torch.get_num_threads() if device.type == "cpu" else None

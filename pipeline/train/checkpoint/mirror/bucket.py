@@ -76,6 +76,14 @@ class Mirror:
         """
         return current_line(self._committed(_Objects.listed(self)))
 
+    def looked_at(self) -> list[tuple[MirrorCommit, list[str]]]:
+        """The checkpoints as `commits`, each with what is wrong with it by the sizes of its objects."""
+        objects = _Objects.listed(self)
+        return [
+            (each, [] if objects.have(each) else [f"{self.files_url(each.step, each.upload)}: objects are missing"])
+            for each in current_line(self._committed(objects))
+        ]
+
     def _committed(self, objects: _Objects) -> list[MirrorCommit]:
         found = []
         for step, each in objects.commits.items():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from pathlib import Path
 
 import xxhash
 
 from pipeline.common import links
 from pipeline.common.objects.failures import ObjectChanged, ObjectMissing
-from pipeline.common.objects.stored import find_object
+from pipeline.common.objects.stored import StoredObject, find_object
 from pipeline.common.objects.stream import ObjectStream
 from pipeline.common.objects.urls import ObjectUrl
 from pipeline.common.storage import naming
@@ -55,24 +56,47 @@ def fetch_run_file(mirror: Mirror, commit: MirrorCommit, name: str, path: Path) 
     return _fetch(mirror, url, path, *commit.run_files[name], lambda count: None)
 
 
-def _fetch(mirror: Mirror, url: ObjectUrl, path: Path, size: int, digest: str, advance: Callable[[int], object]) -> str:
-    """Fetch a file; the problem, if there is one."""
+def check_files(
+    mirror: Mirror, commit: MirrorCommit, advance: Callable[[int], object] = lambda count: None
+) -> list[str]:
+    """Read the files of a checkpoint and compare their hashes; raises and returns as `fetch_files`."""
+    where = mirror.files_url(commit.step, commit.upload)
+    found = (_fetch(mirror, where.below(name), None, *record, advance) for name, record in commit.files.items())
+    return [problem for problem in found if problem]
+
+
+def _fetch(
+    mirror: Mirror, url: ObjectUrl, path: Path | None, size: int, digest: str, advance: Callable[[int], object]
+) -> str:
+    """Fetch a file, or only read it; the problem, if there is one."""
     for _ in range(_TRIES):
         try:
             stored = find_object(url, mirror.access)
             if stored.size != size:
                 return f"{url} has {stored.size:,} bytes instead of {size:,}"
-            found = xxhash.xxh3_64()
-            with naming(path), links.create(path) as file, ObjectStream(stored) as stream:
-                while data := stream.read(_READ_BYTES):
-                    found.update(data)
-                    file.write(data)
-                    advance(len(data))
+            found = _copied(stored, path, advance)
         except ObjectMissing:
             return f"{url} is missing"
         except ObjectChanged:
             return f"{url} was written again while it was read"
-        if found.hexdigest() == digest:
+        if found == digest:
             return ""
         advance(-size)
     return f"{url} has changed since it was written (xxh3 differs)"
+
+
+def _copied(stored: StoredObject, path: Path | None, advance: Callable[[int], object]) -> str:
+    """Copy an object into a file, if there is one; returns its hash."""
+    found = xxhash.xxh3_64()
+    with ExitStack() as stack:
+        file = None
+        if path is not None:
+            stack.enter_context(naming(path))
+            file = stack.enter_context(links.create(path))
+        stream = stack.enter_context(ObjectStream(stored))
+        while data := stream.read(_READ_BYTES):
+            found.update(data)
+            if file is not None:
+                file.write(data)
+            advance(len(data))
+    return found.hexdigest()

@@ -7,16 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 from obstore.store import MemoryStore
+from typer.testing import CliRunner
 
-from pipeline.common.errors import EXIT_REFUSED
+from pipeline.cli.main import app
+from pipeline.common.console import Console
+from pipeline.common.errors import EXIT_OTHER, EXIT_REFUSED, UserError
 from pipeline.common.objects import stores
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.urls import ObjectUrl
-from pipeline.config.load import load
+from pipeline.config.load import load, load_written
+from pipeline.config.parsing.code_keys import code_values
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.mirror.bucket import Mirror
+from pipeline.train.checkpoint.mirror.copies import fetch_run
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.run.mirror_state import read_mirror_state
 from pipeline.train.start.from_mirror import check_mirror
@@ -119,3 +125,61 @@ def test_a_preview_looks_at_the_mirror(root: Path, bucket: MemoryStore) -> None:
     config = load(root / "run.yaml", [f"run.dir={root / 'new'}", MIRROR])
     assert check_mirror(config) == [] and mirrored() == []
     assert not [meta for page in bucket.list() for meta in page]
+
+
+def command(*words: object) -> tuple[int, str]:
+    """A command in this process: its exit code, and what it printed."""
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        if not isinstance(done.exception, UserError):
+            raise done.exception
+        return done.exception.exit_code, done.output + str(done.exception)
+    return done.exit_code, done.output
+
+
+def test_commands_read_mirrors(
+    root: Path, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    run = train(root, "read", MIRROR, KEEP)
+    here = Checkpoints.of_run(run)
+    code, out = command("checkpoint", "list", URL, "--json")
+    rows = orjson.loads(out)
+    assert code == 0 and rows[-1]["step"] == 8 and rows[-1]["latest"] and rows[-1]["parent"] == 6
+    code, out = command("checkpoint", "show", URL, "--json")
+    assert code == 0 and orjson.loads(out)["fingerprint"] == here.at(8).fingerprint
+    code, out = command("checkpoint", "verify", URL)
+    assert code == 0 and "step-00000008: good" in out
+    assert not (tmp_path / "pretraining-pipeline" / "mirrors").exists()  # the large files are not fetched for these
+    code, out = command("report", URL)
+    assert code == 0 and (tmp_path / "report.html").is_file(), out
+
+    shutil.rmtree(run)
+    code, out = command("checkpoint", "export", URL, "--to", tmp_path / "weights")
+    assert code == 0 and f"{URL}: fetching step 8" in out and (tmp_path / "weights").is_dir()
+    code, out = command("convert", "to-hf", URL, tmp_path / "hf")
+    assert code == 0 and "was fetched before" in out and (tmp_path / "hf" / "config.json").is_file()
+    code, out = command("eval", URL)
+    assert code == 0, out
+    code, out = command("eval", URL, "--step", 7)
+    assert code == EXIT_REFUSED and "does not have a checkpoint of step 7" in out
+    for words in (("checkpoint", "prune", URL), ("train", URL), ("eval", URL, "--local"), ("serve", URL, "--watch")):
+        code, out = command(*words)
+        assert code == EXIT_REFUSED and URL in out
+
+    (commit,) = (each for each in Mirror.of(URL, RemoteAccess()).commits() if each.step == 8)
+    name = next(name for name in commit.files if name.endswith(".distcp"))
+    bucket.put(f"runs/one/step-00000008/{commit.upload}/{name}", b"x" * commit.files[name][0])
+    code, out = command("checkpoint", "verify", URL)
+    assert code == EXIT_OTHER and name in out
+
+
+def test_code_in_the_run_file_of_a_mirror_is_left_out(
+    root: Path, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    train(root, "code", MIRROR, "notify=[{command: [touch, x], on: [done]}]")
+    found = fetch_run(URL, None, Console())
+    config = load_written(found / "config.yaml")
+    assert not config.notify and not list(code_values(config, "notify"))
