@@ -1,4 +1,4 @@
-"""How the mirror of a run's checkpoints is: what was uploaded last, and since when and why it is behind.
+"""State of the mirror of a run's checkpoints: what was uploaded last, and since when and why it is behind.
 
 Rank 0 keeps it in `mirror.json` in the run folder, for `pipeline status`, notifications and the job.
 """

@@ -1,4 +1,4 @@
-"""What ranks tell one another about uploads: rank 0 posts a task, and each rank answers it with a note.
+"""Messages between ranks about uploads: rank 0 posts a task, and each rank answers it with a note.
 
 It goes through the store by which the ranks have found one another: uploads take as long as they take, and no step may
 wait for them, as it would in a collective.

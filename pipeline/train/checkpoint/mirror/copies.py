@@ -67,9 +67,8 @@ def fetch_run(url: str, step: int | None, console: Console) -> Path:
     """
     mirror = open_mirror(url)
     commit = chosen(mirror, step)
-    run = _folder(mirror)
+    run = _made(mirror)
     with storage.writing(str(run)):
-        (run / RunFiles.checkpoints).mkdir(parents=True, exist_ok=True)
         checkpoints = Checkpoints.of_run(run)
         _fetch_checkpoint(mirror, commit, checkpoints, console)
         for other in checkpoints.all():  # one of a mirror is kept: a disk has room for few
@@ -89,9 +88,8 @@ def fetch_report(url: str, console: Console) -> Path:
     """
     mirror = open_mirror(url)
     commit = chosen(mirror, None)
-    run = _folder(mirror)
+    run = _made(mirror)
     with storage.writing(str(run)):
-        run.mkdir(parents=True, exist_ok=True)
         with _small_files(mirror, commit) as checkpoint, damage_named(checkpoint):
             _write_config_of(run, checkpoint.state(), console)
         for name in _OF_REPORTS:
@@ -146,8 +144,12 @@ def states(url: str) -> Iterator[tuple[MirrorCommit, dict[str, Any], list[str]]]
         yield commit, state, problems
 
 
-def _folder(mirror: Mirror) -> Path:
-    return cache_folder() / "mirrors" / value_hash(str(mirror.url))[:16] / mirror.url.key.rpartition("/")[2]
+def _made(mirror: Mirror) -> Path:
+    """The run folder of a mirror in the cache, which is made."""
+    run = cache_folder() / "mirrors" / value_hash(str(mirror.url))[:16] / mirror.url.key.rpartition("/")[2]
+    with storage.writing(str(run)):
+        RunFiles(run).checkpoints.mkdir(parents=True, exist_ok=True)
+    return run
 
 
 def _fetch_checkpoint(mirror: Mirror, commit: MirrorCommit, checkpoints: Checkpoints, console: Console) -> None:

@@ -17,7 +17,7 @@ _FIRST_S, _LONGEST_S = 0.05, 2.0
 """Bounds of the pause between two looks at what rank 0 has posted."""
 
 
-class Follower:
+class MirrorFollower:
     """The uploads of this rank in a start, or after a rewind.
 
     Args:

@@ -21,7 +21,7 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.mirror.board import Board, Task
 from pipeline.train.checkpoint.mirror.bucket import Mirror, OwnerLost, sizes_of
 from pipeline.train.checkpoint.mirror.commits import MirrorCommit, upload_name
-from pipeline.train.checkpoint.mirror.owner import RENEW_S, Lease, OwnedByOther
+from pipeline.train.checkpoint.mirror.owner import RENEW_S, MirrorLease, OwnedByOther
 from pipeline.train.checkpoint.mirror.uploads import Notes, Uploads, failure_text, files_to_mirror
 from pipeline.train.checkpoint.policy import mirror_rules
 from pipeline.train.checkpoint.resume_point import files_by_rank
@@ -47,7 +47,7 @@ class MirrorReport:
     """What went wrong; empty where the checkpoint is in the mirror."""
 
 
-class Leader:
+class MirrorLeader:
     """The mirror in a start of the run, or after a rewind.
 
     Args:
@@ -69,7 +69,7 @@ class Leader:
         began: int,
         ranks: int,
         mirror: Mirror,
-        lease: Lease,
+        lease: MirrorLease,
         board: Board,
         uploads: Uploads,
         record: MirrorRecord,

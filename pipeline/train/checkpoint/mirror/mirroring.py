@@ -18,10 +18,10 @@ from pipeline.config import Config
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.mirror.board import Board
 from pipeline.train.checkpoint.mirror.bucket import Mirror, remote_access
-from pipeline.train.checkpoint.mirror.follower import Follower
+from pipeline.train.checkpoint.mirror.follower import MirrorFollower
 from pipeline.train.checkpoint.mirror.identity import folder_id, mirror_run
-from pipeline.train.checkpoint.mirror.leader import Leader
-from pipeline.train.checkpoint.mirror.owner import Lease
+from pipeline.train.checkpoint.mirror.leader import MirrorLeader
+from pipeline.train.checkpoint.mirror.owner import MirrorLease
 from pipeline.train.checkpoint.mirror.uploads import Uploads
 from pipeline.train.checkpoint.policy import is_mirrored
 from pipeline.train.distributed import process_group
@@ -51,8 +51,8 @@ class Mirroring:
         self._config, self._rules, self._folder, self._total = config, config.train.checkpoint, folder, total
         self._rank, self._ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self._sessions = 0
-        self._leader: Leader | None = None
-        self._follower: Follower | None = None
+        self._leader: MirrorLeader | None = None
+        self._follower: MirrorFollower | None = None
         self._record: MirrorRecord | None = None
 
     def begin(self) -> None:
@@ -68,7 +68,7 @@ class Mirroring:
         board, uploads = Board(store, self._sessions), Uploads(mirror, rules.max_bytes_per_second)
         run, began, checkpoints = self._folder.path, self._folder.step, Checkpoints.of_run(self._folder.path)
         if self._rank:
-            self._follower = Follower(self._rank, self._ranks, checkpoints, board, uploads)
+            self._follower = MirrorFollower(self._rank, self._ranks, checkpoints, board, uploads)
             self._follower.start()
             self._follower.add(began, None)
             return
@@ -76,8 +76,8 @@ class Mirroring:
             self._record = MirrorRecord(self._folder, rules.to)
         else:
             self._record.rewound()
-        lease = Lease(mirror, mirror_run(run) or "", folder_id(run))
-        self._leader = Leader(self._rules, run, began, self._ranks, mirror, lease, board, uploads, self._record)
+        lease = MirrorLease(mirror, mirror_run(run) or "", folder_id(run))
+        self._leader = MirrorLeader(self._rules, run, began, self._ranks, mirror, lease, board, uploads, self._record)
         for step in [each.step for each in checkpoints.all() if each.step <= began][-1:]:
             if is_mirrored(self._rules, step, self._total):
                 self._leader.add(step, None)

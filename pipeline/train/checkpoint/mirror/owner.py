@@ -113,7 +113,7 @@ def refuse_other(mirror: Mirror, found: Owner | None, run: str, folder: str) -> 
         )
 
 
-class Lease:
+class MirrorLease:
     """The ownership of a mirror by this start.
 
     Args:

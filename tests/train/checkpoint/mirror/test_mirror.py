@@ -24,9 +24,9 @@ from pipeline.train.checkpoint.mirror import bucket, leader, owner
 from pipeline.train.checkpoint.mirror.board import Board, Task
 from pipeline.train.checkpoint.mirror.bucket import Mirror, OwnerLost
 from pipeline.train.checkpoint.mirror.commits import MirrorCommit, current_line
-from pipeline.train.checkpoint.mirror.follower import Follower
-from pipeline.train.checkpoint.mirror.leader import Leader
-from pipeline.train.checkpoint.mirror.owner import STALE_S, Lease, OwnedByOther, read_owner
+from pipeline.train.checkpoint.mirror.follower import MirrorFollower
+from pipeline.train.checkpoint.mirror.leader import MirrorLeader
+from pipeline.train.checkpoint.mirror.owner import STALE_S, MirrorLease, OwnedByOther, read_owner
 from pipeline.train.checkpoint.mirror.uploads import Uploads
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.mirror_state import MirrorRecord, read_mirror_state
@@ -98,9 +98,9 @@ class Run:
         self.checkpoints.commit(tmp, step, files, {"attempt": step})
         return names
 
-    def leader(self, began: int = 0, board: Board | None = None) -> Leader:
-        lease = Lease(self.mirror, self.id, run_identity.read_id(self.path) or "")
-        found = Leader(
+    def leader(self, began: int = 0, board: Board | None = None) -> MirrorLeader:
+        lease = MirrorLease(self.mirror, self.id, run_identity.read_id(self.path) or "")
+        found = MirrorLeader(
             *(self.rules, self.path, began, self.ranks, self.mirror, lease),
             *(board or Board(None, 1), Uploads(self.mirror, None), self.record),
         )
@@ -111,7 +111,7 @@ class Run:
         return [each.step for each in self.mirror.commits()]
 
 
-def upload(run: Run, *steps: int, began: int = 0) -> Leader:
+def upload(run: Run, *steps: int, began: int = 0) -> MirrorLeader:
     """Mirror checkpoints that are saved one after the other."""
     found = run.leader(began)
     for step in steps:
@@ -242,7 +242,7 @@ class Shared:
 def test_each_rank_uploads_its_files(tmp_path: Path, store: Recorded) -> None:
     run, board = Run(tmp_path / "run", ranks=3), Board(Shared(), 1)
     found = run.leader(board=board)
-    others = [Follower(rank, 3, run.checkpoints, board, Uploads(run.mirror, None)) for rank in (1, 2)]
+    others = [MirrorFollower(rank, 3, run.checkpoints, board, Uploads(run.mirror, None)) for rank in (1, 2)]
     for each in others:
         each.start()
     failures = iter([True, True])
@@ -271,16 +271,16 @@ def test_mirrors_of_others_are_refused(tmp_path: Path, store: Recorded) -> None:
     run, other = Run(tmp_path / "run"), Run(tmp_path / "other", id="another-run")
     upload(run, 10)
     with pytest.raises(OwnedByOther, match="of another run"):
-        Lease(other.mirror, other.id, "folder").take()
+        MirrorLease(other.mirror, other.id, "folder").take()
     stores.open_store(run.mirror.owner, ACCESS).delete(run.mirror.owner.key)
     with pytest.raises(OwnedByOther, match="of another run"):  # by its commits
-        Lease(other.mirror, other.id, "folder").take()
-    mine = Lease(run.mirror, RUN, "folder")
+        MirrorLease(other.mirror, other.id, "folder").take()
+    mine = MirrorLease(run.mirror, RUN, "folder")
     mine.take()
     assert mine.generation == 2  # above that of the commits
     with pytest.raises(OwnedByOther, match="from another run folder"):
-        Lease(run.mirror, RUN, "another").take()
-    Lease(run.mirror, RUN, "folder").take()  # after a crash: the lock of the folder says that it is gone
+        MirrorLease(run.mirror, RUN, "another").take()
+    MirrorLease(run.mirror, RUN, "folder").take()  # after a crash: the lock of the folder says that it is gone
     with pytest.raises(OwnerLost):
         mine.check()
 
@@ -289,9 +289,9 @@ def test_an_owner_in_another_folder_that_is_silent_is_followed(
     tmp_path: Path, store: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = Mirror.of(URL, ACCESS)
-    first = Lease(mirror, RUN, "folder")
+    first = MirrorLease(mirror, RUN, "folder")
     first.take()
-    second = Lease(mirror, RUN, "another")
+    second = MirrorLease(mirror, RUN, "another")
     with pytest.raises(OwnedByOther):
         second.take()
     monkeypatch.setattr(owner, "STALE_S", 0.0)
@@ -394,8 +394,8 @@ def test_a_forked_process_refuses(store: Recorded, monkeypatch: pytest.MonkeyPat
 def test_a_mirror_without_checkpoints_is_free_when_its_owner_is_silent(
     tmp_path: Path, store: Recorded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Lease(Mirror.of(URL, ACCESS), "another-run", "folder").take()
-    mine = Lease(Mirror.of(URL, ACCESS), RUN, "mine")
+    MirrorLease(Mirror.of(URL, ACCESS), "another-run", "folder").take()
+    mine = MirrorLease(Mirror.of(URL, ACCESS), RUN, "mine")
     with pytest.raises(OwnedByOther, match="another run writes"):
         mine.take()
     monkeypatch.setattr(owner, "STALE_S", 0.0)
