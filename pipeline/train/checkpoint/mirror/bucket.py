@@ -11,7 +11,7 @@ from pipeline.common.objects.failures import ObjectChanged, ObjectMissing
 from pipeline.common.objects.listing import list_objects
 from pipeline.common.objects.stored import StoredObject
 from pipeline.common.objects.urls import ObjectUrl, parse_folder
-from pipeline.common.objects.writing import create_object, delete_objects, read_small, replace_object
+from pipeline.common.objects.writing import SMALL_BYTES, create_object, delete_objects, read_small, replace_object
 from pipeline.config import Config
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import COMMIT, step_of
@@ -88,6 +88,8 @@ class Mirror:
         found = []
         for step, each in objects.commits.items():
             key = (step, each.version)
+            if each.size > SMALL_BYTES:
+                raise UserError(f"{each.url} is damaged: it has {each.size:,} bytes")
             if key not in self._read:
                 try:
                     self._read[key] = parse_commit(each.read(0, each.size), str(each.url))

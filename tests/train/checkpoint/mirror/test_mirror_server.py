@@ -201,5 +201,8 @@ def test_nothing_secret_is_left(root: Path, proxy: Faults, processes: int) -> No
     for path in files:
         data = path.read_bytes()
         assert SECRET_KEY.encode() not in data and ACCESS_KEY.encode() not in data, path
-    # Each rank has uploaded its own.
+    # Each rank has uploaded its own, and fetches a share.
     assert len([each for each in commits(url)[0].files if each.endswith(".distcp")]) == processes
+    before = weights_hash(run)
+    shutil.rmtree(run / "checkpoints")
+    assert weights_hash(finished(root, name, url, proxy.endpoint, *more)) == before
