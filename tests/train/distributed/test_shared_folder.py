@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.common.errors import UserError
+from pipeline.common.errors import RankFailed, UserError
 from pipeline.train.checkpoint import committed
 from pipeline.train.distributed.process_group import of_environment
 from pipeline.train.start.open_run import refuse_separate_folders
@@ -24,7 +24,7 @@ def start(root: Path, shared: bool) -> str:
     run.mkdir(exist_ok=True)
     try:
         refuse_separate_folders(run, ranks)
-    except UserError as error:
+    except (UserError, RankFailed) as error:
         return str(error) if ranks.rank == 0 else type(error).__name__
     return "" if not ranks.rank or not os.listdir(run) else f"{os.listdir(run)} is left"
 
