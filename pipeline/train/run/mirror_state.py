@@ -109,6 +109,11 @@ class MirrorRecord:
         self._due = [each for each in self._due if each > step]
         self._note(replace(self.state, step=step, time=when, failed=0, since=0.0, reason="", is_lost=False))
 
+    def reached(self) -> None:
+        """The store answers; if nothing is missing there, what has failed before is over."""
+        if self.state.failed and not self._due:
+            self.mirrored(self.state.step, self.state.time)
+
     def failed(self, reason: str, *, is_lost: bool = False) -> bool:
         """A try has failed; returns True if it is the first one, or for good."""
         before = self.state

@@ -151,6 +151,7 @@ class MirrorLeader:
                 self._lease.renew()
             else:
                 self._lease.take()
+            self._record.reached()
         except (OwnerLost, OwnedByOther):
             raise
         except UserError as error:
