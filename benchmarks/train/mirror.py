@@ -30,7 +30,7 @@ from pipeline.train.run.folder import read_metrics
 WARM = 20
 """First steps, which are left out."""
 MODEL = (
-    *("model.layers=2", "model.dim=512", "model.heads=8", "train.sequence_length=128", "train.checkpoint.keep=1"),
+    *("model.layers=2", "model.dim=256", "model.heads=4", "train.sequence_length=128", "train.checkpoint.keep=1"),
     *("train.checkpoint.every_steps=20", "train.validation.samples=0"),
 )
 DOWN = "http://127.0.0.1:1"

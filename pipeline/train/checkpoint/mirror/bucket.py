@@ -123,6 +123,15 @@ class Mirror:
             if now == data:
                 return
 
+    def take_back(self, commit: MirrorCommit) -> None:
+        """Let a checkpoint not count, unless another one has taken its place.
+
+        Raises:
+            UserError: it cannot be removed.
+        """
+        if self.commit(commit.step) == commit:
+            delete_objects([self.commit_url(commit.step)], self.access)
+
     def prune(self, rules: CheckpointConfig, generation: int, alive: Callable[[], None]) -> list[int]:
         """Remove checkpoints that the policy does not keep, abandoned ones, and files that no commit names.
 

@@ -97,6 +97,10 @@ class MirrorFollower:
             files = files_to_mirror(folder)
             names = files_by_rank(files, self._ranks)[self._rank] if task.is_dealt else self._written[task.step]
             notes: Notes = self._uploads.put(folder, task.step, task.upload, files, names, self._stop)
-        except (UserError, OSError) as error:
-            return {"error": f"rank {self._rank} on {socket.gethostname()}: {failure_text(error)}"}
+        except Abandoned:
+            raise
+        except Exception as error:  # rank 0 waits for this
+            known = isinstance(error, UserError | OSError)
+            why = failure_text(error) if known else f"{type(error).__name__}: {error}"
+            return {"error": f"rank {self._rank} on {socket.gethostname()}: {why}"}
         return {"files": notes}

@@ -95,7 +95,10 @@ class MirrorLeader:
 
     def start(self) -> None:
         """Begin."""
+        if not self._waiting:
+            self._board.post(Task(0, self._began, "", is_dealt=False, over=self._began))
         self._thread.start()
+        threading.Thread(target=self._keep_lease, name="mirror-lease", daemon=True).start()
 
     def add(self, step: int, names: list[str] | None) -> None:
         """A checkpoint is to be uploaded, of which this rank has written these files; by default they are dealt."""
@@ -143,6 +146,12 @@ class MirrorLeader:
         if not self._is_lost:
             with suppress(Exception):  # another start waits until it is stale
                 self._lease.renew(released=True)
+
+    def _keep_lease(self) -> None:
+        """Body of a thread: give signs of life, also while a large file is uploaded."""
+        while not self._stop.wait(RENEW_S) and self._thread.is_alive():
+            with suppress(UserError):  # the other thread finds out, too
+                self._lease.renew()
 
     def _own(self) -> None:
         """Take the mirror, or give a sign of life; what fails is tried again."""
@@ -240,7 +249,11 @@ class MirrorLeader:
                 run_files,
             )
             self._mirror.put_commit(now)
-            self._lease.check()  # who was stopped in between has committed something that nobody may rely on
+            try:
+                self._lease.check()
+            except OwnerLost:  # since the check before: the new owner may have removed these files
+                self._mirror.take_back(now)
+                raise
         else:
             now = before
         self._record.mirrored(step, now.time)

@@ -8,6 +8,7 @@ before the next commit.
 from __future__ import annotations
 
 import secrets
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -127,6 +128,7 @@ class MirrorLease:
         self._mine = Owner(run, folder, process_identity.node_name(), 0, secrets.token_hex(4), 0.0)
         self._version: str | None = None
         self._renewed = 0.0
+        self._lock = threading.Lock()
 
     @property
     def run(self) -> str:
@@ -155,6 +157,10 @@ class MirrorLease:
             OwnedByOther: it is another's.
             UserError: it cannot be written.
         """
+        with self._lock:
+            self._take()
+
+    def _take(self) -> None:
         while True:
             before = read_owner(self._mirror)
             owner = before[0] if before is not None else None
@@ -200,7 +206,15 @@ class MirrorLease:
             OwnerLost: it is another's by now.
             UserError: it cannot be written.
         """
-        if self._version is None or (not released and time.monotonic() - self._renewed < RENEW_S):
+        with self._lock:
+            self._renew(released)
+
+    def _renew(self, released: bool) -> None:
+        if (
+            self._version is None
+            or self._mine.released
+            or (not released and time.monotonic() - self._renewed < RENEW_S)
+        ):
             return
         self._mine = replace(self._mine, time=time.time(), released=released)
         done = replace_object(self._mirror.owner, self._mine.to_bytes(), self._mirror.access, self._version)

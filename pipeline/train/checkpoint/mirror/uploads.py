@@ -8,7 +8,6 @@ from pathlib import Path
 
 import xxhash
 
-from pipeline.common.errors import UserError
 from pipeline.common.objects.writing import FileChanged, Pace, put_file
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint, Files, damage_named, record_of, step_of
 from pipeline.train.checkpoint.mirror.bucket import Mirror
@@ -99,7 +98,7 @@ class Uploads:
         return found
 
 
-def failure_text(error: UserError | OSError) -> str:
+def failure_text(error: Exception) -> str:
     """The reason of a failed upload, in words."""
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
 

@@ -26,8 +26,6 @@ from tests.common.objects.seaweed import ACCESS_KEY, BUCKET, SECRET_KEY, Seaweed
 from tests.train.runs import exact, train, weights_hash
 from tests.waiting import until
 
-pytestmark = pytest.mark.slow
-
 ACCESS = RemoteAccess(patience_s=30)
 STEPS = 6
 STRIDE = 7
@@ -110,6 +108,7 @@ def killed_at(proxy: Faults, process: subprocess.Popen[str], request: int) -> in
     return code
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_a_request_resumes_from_the_bucket(root: Path, straight: Path, proxy: Faults) -> None:
     at, code = 1, -signal.SIGKILL
     while code == -signal.SIGKILL:
@@ -133,6 +132,7 @@ def test_a_run_that_is_killed_at_a_request_resumes_from_the_bucket(root: Path, s
     assert at > 3 * STRIDE
 
 
+@pytest.mark.slow
 def test_a_new_folder_continues_with_the_option(root: Path, straight: Path, proxy: Faults) -> None:
     url = f"s3://{BUCKET}/moved"
     run = finished(root, "moved", url, proxy.endpoint)
@@ -144,6 +144,7 @@ def test_a_new_folder_continues_with_the_option(root: Path, straight: Path, prox
     assert mirror.commits()[0].step == STEPS
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_changes_neither_losses_nor_exit_code(root: Path, straight: Path) -> None:
     keys = ("train.checkpoint.mirror.patience_seconds=1",)
     run = finished(root, "down", f"s3://{BUCKET}/down", "http://127.0.0.1:1", *keys)
@@ -153,6 +154,7 @@ def test_a_server_that_is_down_changes_neither_losses_nor_exit_code(root: Path, 
     assert "is not in the mirror" in (root / "down.log").read_text()
 
 
+@pytest.mark.slow
 def test_credentials_that_expire_for_a_while(root: Path, straight: Path, proxy: Faults) -> None:
     url = f"s3://{BUCKET}/expired"
     proxy.mode, proxy.rate = "expired", 1.0
@@ -165,6 +167,7 @@ def test_credentials_that_expire_for_a_while(root: Path, straight: Path, proxy: 
     assert weights_hash(root / "expired") == weights_hash(straight)
 
 
+@pytest.mark.guard
 def test_a_zombie_and_a_new_run_leave_one_commit_a_step(root: Path, straight: Path, proxy: Faults) -> None:
     url, mirror = f"s3://{BUCKET}/zombie", Mirror.of(f"s3://{BUCKET}/zombie", ACCESS)
     process = started(root, "zombie", url, proxy.endpoint)
@@ -191,6 +194,7 @@ def test_a_zombie_and_a_new_run_leave_one_commit_a_step(root: Path, straight: Pa
 
 
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.slow
 def test_nothing_secret_is_left(root: Path, proxy: Faults, processes: int) -> None:
     url, name = f"s3://{BUCKET}/secrets-{processes}", f"secrets-{processes}"
     more = () if processes == 1 else ("launch.processes=2",)

