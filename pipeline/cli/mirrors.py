@@ -6,11 +6,12 @@ from pathlib import Path
 
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
-from pipeline.config.load import url_of_path
 
 
 def mirror_url(run: Path) -> str | None:
     """URL of the mirror that an argument names; None of a path."""
+    from pipeline.config.load import url_of_path  # which imports more than `--help` waits for
+
     return url_of_path(run)
 
 
