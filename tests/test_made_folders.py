@@ -23,6 +23,7 @@ _ROOTS = {
     "pipeline/data/work/document_files.py: claim_folder": "the folder of an export, which a person names",
     "pipeline/data/work/frozen_plan.py: make_data_dir": "data.dir, not in a job",
     "pipeline/eval/tasks/harness.py: prefetch": "eval.harness.include_path, by a command that fetches",
+    "pipeline/train/checkpoint/mirror/copies.py: _made": "the cache of the user",
     "pipeline/train/checkpoint/export.py: made_folder": "--to of the command, which a person starts",
     "pipeline/train/run/folder.py: make_writable": "run.dir, not in a job",
     "pipeline/train/planning/stage_memory.py: keep": "the cache of the user",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, Step, shard_bytes
+from pipeline.cli.mirrors import fetched, mirror_url
 from pipeline.common.console import Console, echo
 from pipeline.common.errors import EXIT_OTHER, UserError
 
@@ -37,10 +38,15 @@ MaxShard = Annotated[
 @checkpoint_app.command("list")
 def checkpoint_list(run: RunOrFolder, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, time, size, parent, attempt, layout, and whether their files are all there."""
-    config, checkpoints = _open(run, overrides)
-    from pipeline.train.export import commands
+    if url := mirror_url(run):
+        from pipeline.train.export import commands
 
-    rows = commands.rows(checkpoints, config.train.checkpoint)
+        rows = commands.mirror_rows(url)
+    else:
+        config, checkpoints = _open(run, overrides)
+        from pipeline.train.export import commands
+
+        rows = commands.rows(checkpoints, config.train.checkpoint)
     _show(commands.list_lines(rows), commands.as_json(rows) if as_json else None)
 
 
@@ -55,6 +61,12 @@ def checkpoint_show(
     as_json: AsJson = False,
 ) -> None:
     """Show what is in a checkpoint: where it comes from, what it was made with, its tensors."""
+    if url := mirror_url(run):
+        from pipeline.train.export import commands
+
+        with commands.mirror_details(url, step) as there:
+            _show(commands.details_lines(there, all_tensors=every), commands.details_json(there) if as_json else None)
+        return
     _, checkpoints = _open(run, overrides)
     from pipeline.train.export import commands
 
@@ -72,12 +84,18 @@ def checkpoint_verify(
 
     Hashes beside the files protect against damage, not against people: who changes a file can change its hash.
     """
-    _, checkpoints = _open(run, overrides)
     from pipeline.common.console import alarm, say
-    from pipeline.train.export import commands
 
     console = Console()
-    found = commands.verify(checkpoints, step, console, lambda line: say(console, line))
+    if url := mirror_url(run):
+        from pipeline.train.export import commands
+
+        found = commands.verify_mirror(url, step, console, lambda line: say(console, line))
+    else:
+        _, checkpoints = _open(run, overrides)
+        from pipeline.train.export import commands
+
+        found = commands.verify(checkpoints, step, console, lambda line: say(console, line))
     for problems in found.values():
         for problem in problems:
             alarm("bad:", problem)
@@ -127,6 +145,7 @@ def checkpoint_export(
     max_shard: MaxShard = None,
 ) -> None:
     """Write a checkpoint's weights as safetensors, whole, with the tokenizer and the resolved config."""
+    run = fetched(run, step)
     _, checkpoints = _open(run, overrides)
     from pipeline.train.checkpoint.export import export
 

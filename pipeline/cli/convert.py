@@ -9,6 +9,7 @@ import typer
 
 from pipeline.cli.arguments import shard_bytes, special_ids
 from pipeline.cli.checkpoint import Weights
+from pipeline.cli.mirrors import fetched
 from pipeline.common.console import Console, echo
 from pipeline.common.errors import EXIT_OTHER
 
@@ -61,7 +62,7 @@ def to_hf(
 
     console = Console()
     done = convert.to_hf(
-        source,
+        fetched(source, step),
         out,
         step=step,
         weights=weights,

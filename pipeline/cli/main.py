@@ -31,6 +31,7 @@ from pipeline.cli.curate import curate
 from pipeline.cli.data import data_app
 from pipeline.cli.failures import CommandGroup, report_error, report_mistake
 from pipeline.cli.jobs import add_to
+from pipeline.cli.mirrors import fetched, fetched_report, mirror_url, refuse_mirror
 from pipeline.cli.submitted import submitted
 from pipeline.common.console import Console, echo, flush, say, spell_out_what_cannot_be_encoded
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
@@ -125,11 +126,19 @@ def train(
     in_allocation: InAllocation = False,
     dry_run: DryRun = False,
     take_over: TakeOver = False,
+    from_mirror: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="If run.dir has no checkpoints: continue from the mirror of a run (train.checkpoint.mirror.to).",
+            show_default=False,
+        ),
+    ] = None,
     verbose: Verbose = False,
     trusted: TrustFilesOf = None,
 ) -> None:
     """Train the model, or resume from the latest checkpoint."""
-    config = _load(run, overrides)
+    config = _load(run, overrides, None if from_mirror is None else {"resume.from_mirror": from_mirror})
     if check:
         from slurm.local.stages import check_layout
 
@@ -217,6 +226,9 @@ def evaluate(
     """
     if run == Path("prefetch") and overrides and not run.exists():
         prefetch, run, overrides = True, Path(overrides[0]), overrides[1:]
+    if slurm or local or in_allocation or dry_run:
+        refuse_mirror(run, "--slurm, --local, --in-allocation and --dry-run")
+    run = fetched(run, step)
     which = _which(step, weights)
     config = _load(run, overrides)
     if prefetch:
@@ -274,6 +286,8 @@ def report(
     if live:
         if out is not None or png:
             raise UserError("--live writes no file; leave out --out and --png, or leave out --live")
+        for run in runs:
+            refuse_mirror(run, "--live")
         from pipeline.eval.report.live.server import follow
 
         if port is not None and socket is not None:
@@ -285,6 +299,9 @@ def report(
             raise UserError(f"{option} is only for --live; leave it out, or add --live")
     from pipeline.eval.report.command import report as write
 
+    if any(map(mirror_url, runs)):
+        out = out or Path("report.html")
+        runs = [fetched_report(run) for run in runs]
     write(runs, Console(), out=out, picture=png)
 
 
@@ -367,6 +384,7 @@ def generate(
     }
     given = {f"generate.{name}": value for name, value in options.items() if value is not None}
     which = _which(step, weights)
+    run = fetched(run, step)
     config = _load(run, overrides, given)
     if logprobs is not None and not as_json:
         raise UserError("--logprobs shows nothing without --json; add --json")
@@ -409,6 +427,9 @@ def serve(
     """Serve a model over HTTP: a web page, OpenAI's completions API, Megatron-LM's /api."""
     options = {"host": host, "port": port, "watch": watch or None}
     given = {f"serve.{name}": value for name, value in options.items() if value is not None}
+    if watch:
+        refuse_mirror(run, "--watch")
+    run = fetched(run, step)
     which = _which(step, weights)
     if socket is not None and (host is not None or port is not None):
         raise UserError("use either --socket, or --host and --port")

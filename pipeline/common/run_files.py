@@ -64,6 +64,10 @@ class RunFiles:
     """A line for each step that went wrong."""
     saves = _Entry("saves.json")
     """Time since the run was saved, where saves fail."""
+    mirror = _Entry("mirror.json")
+    """What was uploaded to the mirror of the checkpoints, and since when and why it is behind."""
+    mirror_id = _Entry("mirror-id")
+    """Id of the run in its mirror, where that is not the folder's: the run has come from another folder."""
     notified = _Entry("notified.json")
     """Events of the run that were told of (`notify`)."""
     exit = _Entry("exit.json")

@@ -224,6 +224,15 @@ def folder_or_url(value: Any) -> Path | str:
     return path_or_url(value)
 
 
+def folder_url(text: str) -> str:
+    """The URL of a folder in a bucket, without a slash at its end.
+
+    Raises:
+        ValueError: it is a URL of something else, or has a secret in it.
+    """
+    return str(parse_folder(text))
+
+
 def single_line(text: str) -> str:
     """Text that can stand in one line of a script: no control characters, no other line ends, whole characters alone.
 
@@ -329,6 +338,8 @@ FolderOrUrl = Annotated[
     KeyMark("credentials", applies=lambda value: isinstance(value, str)),
 ]
 """Folder of data, absolute after loading, or the URL of a folder in a bucket, which is text."""
+FolderUrl = Annotated[str, AfterValidator(folder_url), CREDENTIALS]
+"""URL of a folder in a bucket."""
 
 MAX_SEQUENCE = 2**26
 """Tokens of a window: 60 times the longest published. Plans, masks and tables of positions grow with it, and are made

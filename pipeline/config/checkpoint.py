@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from pipeline.config.base import Section, Steps, Text
+from pipeline.config.base import Bytes, FolderUrl, Section, Steps, Text
 
 
 class ExportConfig(Section):
@@ -20,6 +20,26 @@ class ExportConfig(Section):
     """The weights that were trained, or their moving average (`train.ema`)."""
     dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """Type of the weights in the files; by default as they are stored (fp32)."""
+
+
+class MirrorConfig(Section):
+    """Copies of checkpoints in object storage, uploaded in the background."""
+
+    to: FolderUrl
+    """URL of a folder in a bucket, for this run alone: `s3://BUCKET/RUN`, `gs://...` or `az://...`. Credentials come
+    from the environment."""
+    every_steps: int | None = Field(default=None, ge=1)
+    """Upload the checkpoint of every N-th step, and the last one; a checkpoint is written at each of these steps. By
+    default every checkpoint that is written."""
+    keep: int = Field(default=3, ge=1)
+    """Number of latest checkpoints to keep there."""
+    keep_every: Steps | None = Field(default=None, ge=1)
+    """Also upload the checkpoint of every N-th step (`1000`, `1000 steps`), and never remove it."""
+    max_bytes_per_second: Bytes | None = Field(default=None, ge=2**16)
+    """Most bytes that each process sends per second; by default no limit."""
+    patience_seconds: float = Field(default=1800, ge=0, lt=10**9)
+    """Seconds for which an upload that fails is tried again. Then the next checkpoint is uploaded in its place. At the
+    end of the run the last upload is waited for as long."""
 
 
 class CheckpointConfig(Section):
@@ -47,3 +67,5 @@ class CheckpointConfig(Section):
     too, the run ends with code 79. One failed save is enough if no other one follows within this time."""
     export: ExportConfig | None = None
     """Exports in Hugging Face's format, written in the background from checkpoints. Off by default."""
+    mirror: MirrorConfig | None = None
+    """Copies of checkpoints in object storage, uploaded in the background. Off by default."""

@@ -12,7 +12,16 @@ from pipeline.common.redaction import has_address
 from pipeline.config.base import CODE, Lines, Section, Text
 
 NotifyEvent = Literal[
-    "done", "failed", "stopped", "requeued", "stalled", "spike", "saves_failing", "export_failed", "hardware"
+    "done",
+    "failed",
+    "stopped",
+    "requeued",
+    "stalled",
+    "spike",
+    "saves_failing",
+    "export_failed",
+    "mirror_failing",
+    "hardware",
 ]
 
 
@@ -23,7 +32,8 @@ class NotifyConfig(Section):
     """Events: training is `done`; a stage has `failed` for good; training has `stopped`, and nothing continues it; it
     was interrupted and continues (`requeued`: in the queue, in the next job, or in the same job); it has `stalled` and
     sends no heartbeat; a faulty step (`spike`: a spike or a value that is not finite, and the action taken);
-    `saves_failing`; an export while training failed (`export_failed`); a node has `hardware` errors."""
+    `saves_failing`; an export while training failed (`export_failed`); checkpoints have not been
+    uploaded for 5 minutes (`mirror_failing`); a node has `hardware` errors."""
     command: Annotated[Annotated[list[Lines], Field(min_length=1)] | None, CODE] = None
     """Program and arguments. It gets the event as JSON on its standard input, and as variables like PIPELINE_EVENT and
     PIPELINE_REASON; its output is discarded."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from pipeline.config.base import DATA, MAX_PROCESSES, AbsLinePath, Section
+from pipeline.config.base import DATA, MAX_PROCESSES, AbsLinePath, FolderUrl, Section
 
 
 class RunConfig(Section):
@@ -69,6 +69,9 @@ class ResumeConfig(Section):
     """Step of the checkpoint; later ones are moved to `abandoned`. `latest`: the newest valid one, which must exist. By
     default the newest valid one, or a fresh start if the run has never saved. A start that would lose more than one
     save requires the step here."""
+    from_mirror: FolderUrl | None = None
+    """URL of the mirror of checkpoints (`train.checkpoint.mirror.to`) that a run folder without checkpoints begins
+    from. `pipeline train --from-mirror` sets it."""
     verify_on_load: Literal["full", "size"] = "full"
     """`full` reads every file of the checkpoint and compares its hash; `size` compares only names and sizes."""
     allow: list[Literal["data", "tokenizer", "objective", "model", "code", "schedule"]] = Field(default_factory=list)

@@ -30,7 +30,7 @@ from pipeline.common.process_identity import node_name
 from pipeline.config.load import load_run, load_written
 from slurm.doctor.health import health_check
 from slurm.doctor.image import LONGEST, image_checks
-from slurm.doctor.node import NodeRank, disks, host_name, memory, objects, shared_memory, software
+from slurm.doctor.node import NodeRank, disks, host_name, memory, mirror, objects, shared_memory, software
 from slurm.doctor.report import Network, NodeCheck, NodeVerdict, Report, compare, parse_report, report_file
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Examination:
         self._add(*disks(needs.run, needs.data, data_needed=needs.data_now))
         if needs.sources is not None:
             self.begin("object storage")
-            self._add(*objects(needs.sources))
+            self._add(*objects(needs.sources), *mirror(needs.sources))
         if needs.health:
             self.begin("health_command")
             self._add(health_check(needs.health))

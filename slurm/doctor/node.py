@@ -186,6 +186,20 @@ def _reading(config: Config, label: str, key: str, look: Callable[[], bool]) -> 
         return NodeCheck(label, False, "not readable", f"{key}: {error}", "warning")
 
 
+def mirror(config: Config) -> list[NodeCheck]:
+    """Check that mirrors of checkpoints can be written and read from here, with the credentials that there are here."""
+    if config.train.checkpoint.mirror is None and config.resume.from_mirror is None:
+        return []
+    from pipeline.train.start.from_mirror import check_mirror
+
+    label = "mirror of checkpoints"
+    try:
+        warnings = check_mirror(config)
+    except UserError as error:
+        return [NodeCheck(label, False, "not usable", str(error), "warning")]
+    return [NodeCheck(label, not warnings, "writable", "; ".join(warnings), "warning")]
+
+
 def memory() -> NodeCheck:
     """Memory that programs can get now."""
     with suppress(OSError, ValueError, StopIteration):

@@ -20,7 +20,7 @@ from pipeline.common.errors import MachineError, Stopped, UserError
 from pipeline.common.imports import heavy_imports
 from pipeline.common.signals import ignore, stop_signals
 from pipeline.config import Config
-from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
+from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others, refuse_mirrors_of_others
 from slurm.jobs import stages_of_run
 from slurm.local.stage_ledger import Ledger
 
@@ -139,6 +139,7 @@ def train(config: Config, console: Console | None = None) -> int:
     from pipeline.train.distributed.layout import fixed_processes
 
     processes = config.launch.processes or fixed_processes(config.parallel)
+    refuse_mirrors_of_others(config)
     _resolve_schedule(config, processes, console or Console())
     from slurm.local.training_notices import notified_training
 

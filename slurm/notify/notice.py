@@ -22,6 +22,7 @@ _WORDS: dict[NotifyEvent, str] = {
     "spike": "a step went wrong",
     "saves_failing": "saves fail",
     "export_failed": "a checkpoint was not exported",
+    "mirror_failing": "checkpoints are not uploaded to the mirror",
     "hardware": "a node has hardware errors",
 }
 

@@ -22,6 +22,7 @@ from pipeline.config import Config
 from pipeline.config.notify import NotifyEvent
 from pipeline.train.monitor.hardware import read_rises, rises_text
 from pipeline.train.run.heartbeat import ENDED, HUNG, read_beat
+from pipeline.train.run.mirror_state import read_mirror_state
 from pipeline.train.run.unsaved import read_saves
 from slurm.notify.notice import Notice
 from slurm.notify.outbox import Outbox
@@ -30,6 +31,8 @@ _BEATS = 3
 """Heartbeats that are missed before a training counts as stalled."""
 _SKEW = 60.0
 """Seconds in addition: the clocks of two nodes differ."""
+_MIRROR = 300.0
+"""Seconds for which uploads fail before it is told of."""
 _SPIKES = 600.0
 """Seconds from one notice of steps that went wrong to the next; what comes between is summed up in that."""
 _KEPT = 200
@@ -106,7 +109,7 @@ class Notices:
         self._outbox.send(replace(self._like, event=event, reason=reason, time=time.time(), **values))
 
     def look(self, before: int, *, running: bool) -> None:
-        """Tell of what went wrong: steps, saves, exports, hardware, and a training that has stalled. Raises nothing.
+        """Tell of what went wrong: steps, saves, exports, mirror, hardware, a stalled training. Raises nothing.
 
         Args:
             before: number of the last attempt before this training: what is older is not news.
@@ -118,6 +121,7 @@ class Notices:
             self._look_at_faults(last=not running)
             self._look_at_saves(before)
             self._look_at_exports(before)
+            self._look_at_mirror(before)
             self._look_at_hardware(before)
             if running:
                 self._look_at_heartbeat(before)
@@ -176,6 +180,15 @@ class Notices:
         step, attempt, why = last.get("step"), last.get("attempt"), last.get("failed")
         if why and isinstance(step, int) and isinstance(attempt, int) and attempt > before:
             self.send("export_failed", reason=str(why), key=f"{step} in attempt {attempt}", step=step, attempt=attempt)
+
+    def _look_at_mirror(self, before: int) -> None:
+        found = read_mirror_state(self._files.folder) if self._outbox.wants("mirror_failing") else None
+        if found is None or not found.failed or found.attempt <= before:
+            return
+        now = time.time()
+        if found.is_lost or now - found.since >= _MIRROR:
+            key = f"lost in attempt {found.attempt}" if found.is_lost else f"after step {found.step}"
+            self.send("mirror_failing", reason=found.words(now), key=key, step=found.step, attempt=found.attempt)
 
     def _look_at_hardware(self, before: int) -> None:
         if not self._outbox.wants("hardware") or not self._files.hardware.is_dir():

@@ -21,6 +21,7 @@ from pipeline.train.run.attempts import Attempt, attempts
 from pipeline.train.run.goodput import goodput
 from pipeline.train.run.heartbeat import ENDED, Beat, read_beats
 from pipeline.train.run.lock import is_held
+from pipeline.train.run.mirror_state import MirrorState, read_mirror_state
 from pipeline.train.run.stop_requests import RESUME_ADVICE
 from pipeline.train.run.unsaved import read_saves
 from slurm.job.restart_policy import suspects
@@ -135,6 +136,10 @@ class RunStatus:
     """Since it was committed."""
     failed_saves: str
     """Saves that have failed since then, in words; "" for none."""
+    mirror: str
+    """The newest checkpoint in the mirror (`train.checkpoint.mirror`), in words; "" without one."""
+    failed_mirror: str
+    """Since when and why nothing is uploaded there, in words; "" if uploads succeed."""
     ranks: int | None
     """Ranks of the last attempt."""
     beating: int
@@ -201,6 +206,7 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
     trained = [each for each in facts.launches if each.stage == "train"]
     alive = sorted((beat for beat in beats.values() if beat.phase != ENDED), key=lambda beat: beat.time)
     spent_now, partial = _goodput(facts, tries) if spent else (None, False)
+    mirror = _mirror(facts, last)
     return RunStatus(
         run=run,
         state=verdict.state,
@@ -225,6 +231,8 @@ def describe(facts: RunSnapshot, snapshot: SchedulerSnapshot, *, spent: bool = T
         checkpoint=saved.step if saved else None,
         checkpoint_seconds=facts.read(RunFiles.checkpoints, lambda: _age(facts, saved), None),
         failed_saves=_failed_saves(facts, last),
+        mirror=mirror.summary(facts.now) if mirror else "",
+        failed_mirror=mirror.words(facts.now if last is None or last.end is None else last.end) if mirror else "",
         ranks=last.layout.get("world_size") if last else None,
         beating=len(alive),
         newest_beat=_rank_beat(facts, alive[-1]) if running and alive else None,
@@ -327,6 +335,11 @@ def _failed_saves(facts: RunSnapshot, last: Attempt | None) -> str:
     if found is None or last is None or found.attempt < last.number:
         return ""
     return found.words(facts.now if last.end is None else last.end)
+
+
+def _mirror(facts: RunSnapshot, last: Attempt | None) -> MirrorState | None:
+    found = read_mirror_state(facts.run)
+    return None if found is None or last is None or found.attempt < last.number else found
 
 
 def _rank_beat(facts: RunSnapshot, beat: Beat) -> RankBeat:

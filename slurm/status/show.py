@@ -82,7 +82,7 @@ def _below(found: Sequence[RunStatus]) -> Iterator[str]:
     for each in found:
         if each.why and each.state != "running":
             yield f"{_name(each.run)}: {_cut(each.why)}"
-        for problem in filter(None, (each.failed_saves, *each.problems)):
+        for problem in filter(None, (each.failed_saves, each.failed_mirror, *each.problems)):
             yield f"{_name(each.run)}: {_cut(problem)}"
     for line in dict.fromkeys(each.scheduler for each in found if each.scheduler):
         yield f"the scheduler did not answer ({line}); the state shown is from files"
@@ -148,6 +148,8 @@ def _parts(each: RunStatus) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"step {each.checkpoint:,}{age}"
     if each.failed_saves:
         yield "unsaved", each.failed_saves
+    if each.mirror:
+        yield "mirror", each.failed_mirror or each.mirror
     if each.newest_beat is not None and each.oldest_beat is not None:
         old = each.oldest_beat
         place = "" if old.step is None else f", step {old.step:,}"

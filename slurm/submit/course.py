@@ -193,7 +193,8 @@ def job_seconds(config: Config, minutes: int) -> float:
 def most_checkpoints(rules: CheckpointConfig, steps: int) -> int:
     """Checkpoints that are there at a time at most, in a run of `steps` steps without saves by the clock.
 
-    Those that are kept for ever, and of the others `keep` and the one that is being written.
+    Those that are kept for ever, and of the others `keep`, the one that is being written, and the one that is being
+    uploaded to the mirror, if there is one.
     """
     newest = {steps}
     for every in cadences(rules):
@@ -201,7 +202,8 @@ def most_checkpoints(rules: CheckpointConfig, steps: int) -> int:
         newest |= {number * every for number in range(max(1, last - rules.keep), last + 1)}
     for_ever = 0 if rules.keep_every is None else steps // rules.keep_every
     others = sorted(newest)[-rules.keep - 1 :]
-    return for_ever + sum(1 for step in others if rules.keep_every is None or step % rules.keep_every)
+    uploaded = 0 if rules.mirror is None or len(newest) <= len(others) else 1
+    return uploaded + for_ever + sum(1 for step in others if rules.keep_every is None or step % rules.keep_every)
 
 
 def _duration(

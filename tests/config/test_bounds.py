@@ -19,6 +19,7 @@ UNBOUNDED = {
         *("base.Duration.count", "train.BatchRampConfig.tokens", "train.LossScaleConfig.growth_steps"),
         *("train.ValidationConfig.every_steps", "checkpoint.CheckpointConfig.every_steps"),
         *("checkpoint.CheckpointConfig.keep_every", "checkpoint.ExportConfig.every_steps"),
+        *("checkpoint.MirrorConfig.every_steps", "checkpoint.MirrorConfig.keep_every"),
         *("train.FaultsConfig.rewind_steps", "train.MetricsConfig.log_every_steps"),
         *(
             "train.MetricsConfig.layers_every_steps",
@@ -31,6 +32,7 @@ UNBOUNDED = {
     "more than there are means all": (
         *("blend.Bound.documents", "base.Share.documents", "checkpoint.CheckpointConfig.keep"),
         *("checkpoint.CheckpointConfig.keep_best", "checkpoint.ExportConfig.keep", "eval.HarnessConfig.limit"),
+        "checkpoint.MirrorConfig.keep",
         *("curation.curate.LanguageConfig.characters", "curation.curate.ClassifierConfig.characters"),
         *("train.LossConfig.chunk_tokens", "train.RecomputeConfig.every", "data.PreprocessConfig.unit_bytes"),
         *("curation.curate.DecontaminateConfig.max_documents",),
@@ -39,7 +41,7 @@ UNBOUNDED = {
         *("run.LaunchConfig.crash_loop", "train.FaultsConfig.max_in_a_row", "train.FaultsConfig.max_rewinds"),
         *("slurm.SlurmConfig.max_restarts", "data.PreprocessConfig.max_expansion", "data.WarcConfig.max_tags"),
         *("data.WarcConfig.max_attributes", "data.WarcConfig.max_paragraph_work"),
-        "curation.curate.DecontaminateConfig.max_ngrams",
+        *("curation.curate.DecontaminateConfig.max_ngrams", "checkpoint.MirrorConfig.max_bytes_per_second"),
     ),
     "what a text or a tensor has is compared with it": (
         *("curation.rules.GopherQualityConfig.min_words", "curation.rules.GopherQualityConfig.max_words"),

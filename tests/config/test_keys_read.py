@@ -18,6 +18,7 @@ import pytest
 from obstore.store import MemoryStore
 from rich.console import Console
 
+from pipeline.common.objects import stores
 from pipeline.common.objects.access import RemoteAccess
 from pipeline.common.objects.stores import use_store
 from pipeline.common.objects.urls import parse_folder
@@ -208,6 +209,10 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             "train.checkpoint.export={every_steps: 1, keep: 1}",
         ],
     )
+    memory = MemoryStore()
+    monkeypatch.setattr(stores, "_open", lambda url, access, writes: memory)
+    mirror = "train.checkpoint.mirror={to: 's3://bucket/run', every_steps: 1, keep_every: 2}"
+    mirrored = load(tmp_path / "both.yaml", [f"run.dir={tmp_path / 'mirrored'}", "train.duration=2 steps", mirror])
     common = {
         "train.duration": "2 steps",
         "tokenizer.special_tokens": [*FIM_SENTINELS, "[MASK]", "[S2S]", *(f"<extra_id_{n}>" for n in range(8))],
@@ -227,6 +232,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         continue_prompt(first)
         train(longer)
         train(warm)
+        train(mirrored)
         preprocess(variants[0])  # all of them have the same data
         for variant in variants[2:]:
             train(variant)

@@ -47,6 +47,7 @@ KINDS = {
     "run: journal.json": r"/journal\.json$",
     "run: exit.json": r"/exit\.json$",
     "run: saves.json": r"/saves\.json$",
+    "run: mirror.json": r"/mirror\.json$",
     "run: summary.json": r"/summary\.json$",
     "run: lock": r"^runs/[^/]+/lock$",
     "run: heartbeat": r"/heartbeats/",
@@ -137,6 +138,9 @@ CLASSES = {
     "pipeline.train.start.schedule_seam": (),  # a config
     "pipeline.train.planning.stage_memory": (),  # fields of a spec, none of which is written
     "pipeline.train.run.unsaved": ("Saves",),
+    "pipeline.train.run.mirror_state": ("MirrorState",),
+    "pipeline.train.checkpoint.mirror.owner": ("Owner",),
+    "pipeline.train.checkpoint.mirror.commits": ("MirrorCommit",),
     "pipeline.train.run.heartbeat": ("Beat",),
     "pipeline.train.export.commands": ("Row",),
     "pipeline.data.work.leases": ("LeaseRecord",),
@@ -210,6 +214,7 @@ WRITE_NOTHING = (
     "pipeline.train.parallel.tested",
     "pipeline.train.planning.memory",
     "pipeline.train.start.resume",
+    "pipeline.train.start.from_mirror",  # to other ranks
     "pipeline.train.start.warm_start",
     "slurm.submit.job_plan",
     "slurm.sweep.members",

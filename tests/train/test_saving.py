@@ -267,7 +267,7 @@ def test_another_error_does_not_wait_long_for_a_save_that_hangs(root: Path, monk
     monkeypatch.setattr(saving.dist, "get_world_size", lambda group=None: 2 if group is None else 1)
     saver, hung = saving.Saver.__new__(saving.Saver), threading.Event()
     saver._error, saver._reports = None, saving.deque()
-    saver.exporter = MagicMock()
+    saver.exporter = saver.mirroring = MagicMock()
     saver._thread = threading.Thread(target=hung.wait, daemon=True)
     saver._thread.start()
     with pytest.raises(ZeroDivisionError), saver:

@@ -22,7 +22,7 @@ import xxhash
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.objects.access import RemoteAccess
-from pipeline.common.objects.failures import ObjectMissing, StoreError, is_taken, kind_of
+from pipeline.common.objects.failures import ObjectChanged, ObjectMissing, StoreError, is_taken, kind_of
 from pipeline.common.objects.retries import COUNTS, Abandoned, retrying
 from pipeline.common.objects.stored import StoredObject, find_object, version_in
 from pipeline.common.objects.stores import forget_store, load_obstore, open_store
@@ -265,13 +265,16 @@ def read_small(url: ObjectUrl, access: RemoteAccess) -> tuple[bytes, StoredObjec
     Raises:
         UserError: it cannot be read, or has more than `SMALL_BYTES`.
     """
-    try:
-        found = find_object(url, access)
-    except ObjectMissing:
-        return None
-    if found.size > SMALL_BYTES:
-        raise UserError(f"{url} has {found.size:,} bytes; such an object has at most {SMALL_BYTES:,}")
-    return found.read(0, found.size), found
+    while True:
+        try:
+            found = find_object(url, access)
+            if found.size > SMALL_BYTES:
+                raise UserError(f"{url} has {found.size:,} bytes; such an object has at most {SMALL_BYTES:,}")
+            return found.read(0, found.size), found
+        except ObjectMissing:
+            return None
+        except ObjectChanged:  # between the two requests; who replaces it does so now and then
+            continue
 
 
 def delete_objects(urls: Sequence[ObjectUrl], access: RemoteAccess) -> None:

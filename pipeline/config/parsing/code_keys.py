@@ -26,6 +26,8 @@ from pipeline.config.root import Config
 
 REMOTE_KEYS = ("data.dir", "data.sources", "data.heldout_sources", "data.remote", "tokenizer.path")
 """Keys of objects, which are asked for with the credentials of this user."""
+MIRROR_KEYS = ("train.checkpoint.mirror", "resume.from_mirror", "data.remote")
+"""Keys of mirrors of checkpoints, which are written and read with the credentials of this user."""
 TASK_KEYS = ("eval.harness", "data.curate.decontaminate.tasks")
 """Keys of tasks of lm-evaluation-harness, which are executed where they are files."""
 CHECKED = "PIPELINE_CHECKED"
@@ -175,6 +177,16 @@ def refuse_code_of_others(config: Config, *sections: str) -> None:
             if sends:
                 todo = "name the objects in a run file of yours, or override the key"
             refuse_untrusted(f"{key} ({show(found.value)})", [*config.origins(key), *(files or ())], todo, sends=sends)
+
+
+def refuse_mirrors_of_others(config: Config) -> None:
+    """Refuse to write to or read from mirrors of checkpoints that somebody else may have named.
+
+    Raises:
+        UserError: somebody else may have written one of `MIRROR_KEYS`.
+    """
+    if config.train.checkpoint.mirror is not None or config.resume.from_mirror is not None:
+        refuse_code_of_others(config, *MIRROR_KEYS)
 
 
 @contextmanager

@@ -137,7 +137,7 @@ class Checkpoints:
 
     def committed(self, step: int) -> Checkpoint:
         """The checkpoint of a step that rank 0 has found, as soon as it is seen from here."""
-        found = Checkpoint(self._path(step), step)
+        found = Checkpoint(self.step_folder(step), step)
         wait_until_visible(found.path / COMMIT)
         return found
 
@@ -291,7 +291,7 @@ class Checkpoints:
             state: goes to state.json, with the step and the parent.
             before: may refuse by raising; called when all is written and nothing is visible yet.
         """
-        final = Checkpoint(self._path(step), step)
+        final = Checkpoint(self.step_folder(step), step)
         if self._is_of(final, state.get("attempt")):
             # Committed by an earlier try, of which only the flush of the folder after the rename has failed.
             before()
@@ -389,7 +389,8 @@ class Checkpoints:
     def _abandoned(self) -> Path:
         return self.folder / ABANDONED
 
-    def _path(self, step: int) -> Path:
+    def step_folder(self, step: int) -> Path:
+        """The folder of the checkpoint of a step, which need not be there."""
         return self.folder / f"step-{step:08d}"
 
     def _read(self, name: str) -> str:

@@ -22,6 +22,22 @@ def is_exported(config: CheckpointConfig, step: int, total: int) -> bool:
     return config.export is not None and (step == total or step % config.export.every_steps == 0)
 
 
+def is_mirrored(config: CheckpointConfig, step: int, total: int) -> bool:
+    """True if the checkpoint of `step` of `total` steps is uploaded to the mirror."""
+    mirror = config.mirror
+    if mirror is None:
+        return False
+    chosen = [every for every in (mirror.every_steps, mirror.keep_every) if every is not None]
+    return mirror.every_steps is None or step == total or any(step % every == 0 for every in chosen)
+
+
+def mirror_rules(config: CheckpointConfig) -> CheckpointConfig:
+    """The numbers of checkpoints that stay in the mirror, for `to_prune`."""
+    assert config.mirror is not None
+    kept = {"keep": config.mirror.keep, "keep_every": config.mirror.keep_every, "keep_best": None, "best_of": None}
+    return config.model_copy(update=kept)
+
+
 def to_export(config: CheckpointConfig, steps: Collection[int], exported: Collection[int], total: int) -> list[int]:
     """Steps whose checkpoints are still to be exported, ascending: none that would be removed at once.
 
@@ -53,7 +69,8 @@ def most_exports(config: CheckpointConfig, total: int) -> int:
 def cadences(config: CheckpointConfig) -> list[int]:
     """Steps between two saves, by each of the keys that say so."""
     export = None if config.export is None else config.export.every_steps
-    return [steps for steps in (config.every_steps, config.keep_every, export) if steps is not None]
+    mirror = () if config.mirror is None else (config.mirror.every_steps, config.mirror.keep_every)
+    return [steps for steps in (config.every_steps, config.keep_every, export, *mirror) if steps is not None]
 
 
 def is_permanent(config: CheckpointConfig, step: int) -> bool:

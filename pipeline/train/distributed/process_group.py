@@ -36,6 +36,7 @@ __all__ = [
     "leave",
     "of_environment",
     "record_error",
+    "shared_store",
     "start_is_over",
     "wait_for_all",
 ]
@@ -298,6 +299,11 @@ def wait_for_all() -> None:
     while _Joined.store.add(key, 0) < _world():
         time.sleep(pause)
         pause = min(2 * pause, 1.0)
+
+
+def shared_store() -> Any:
+    """The store that all ranks are connected to; its `set`, `get`, `check` and `add` may be called by any thread."""
+    return _Joined.store or dist.distributed_c10d._get_default_store()
 
 
 def start_is_over() -> None:

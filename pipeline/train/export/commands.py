@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -15,6 +15,8 @@ from pipeline.common.format import aligned, shape_text, when
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.train.checkpoint.committed import UNREADABLE, damage_named, step_of, validation_losses
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints, NotRemoved
+from pipeline.train.checkpoint.mirror.copies import small_files, states
+from pipeline.train.checkpoint.mirror.copies import verify as verify_objects
 from pipeline.train.checkpoint.policy import best, is_permanent
 from pipeline.train.distributed.axes import axis_names
 from pipeline.train.distributed.layout import degrees_text
@@ -66,6 +68,37 @@ def rows(checkpoints: Checkpoints, config: CheckpointConfig) -> list[Row]:
                 size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
                 found.append(Row(step, path.name, "temporary", bytes=size, time=path.stat().st_mtime))
     return found
+
+
+def mirror_rows(url: str) -> list[Row]:
+    """Rows of a mirror, by step."""
+    found = []
+    for commit, state, problems in states(url):
+        parent = state.get("parent")
+        layout = state.get("layout")
+        found.append(
+            Row(
+                commit.step,
+                f"step-{commit.step:08d}",
+                "damaged" if problems else "ok",
+                time=commit.time,
+                bytes=commit.size,
+                parent=parent.get("step") if isinstance(parent, dict) else None,
+                attempt=state.get("attempt"),
+                layout=layout_text(layout) if isinstance(layout, dict) else None,
+                problems=tuple(problems),
+            )
+        )
+    return [*found[:-1], *(replace(each, latest=True) for each in found[-1:])]
+
+
+@contextmanager
+def mirror_details(url: str, step: int | None) -> Iterator[Details]:
+    """`details` of a checkpoint in a mirror, as long as it is looked at: the files of its tensors are not fetched."""
+    from pipeline.train.checkpoint.tensors import stored
+
+    with small_files(url, step) as checkpoint, damage_named(checkpoint):
+        yield Details(checkpoint, checkpoint.state(), stored(checkpoint), [])
 
 
 def _row(
@@ -285,6 +318,16 @@ def verify(
             found[checkpoint.step] = problems
             if not problems:
                 report(f"{checkpoint.path.name}: good, {len(checkpoint.files())} files, {_size(checkpoint.size)}")
+    return found
+
+
+def verify_mirror(url: str, step: int | None, console: Console, report: Callable[[str], None]) -> dict[int, list[str]]:
+    """`verify` of a mirror: every object is read once, and nothing is kept."""
+    found: dict[int, list[str]] = {}
+    for commit, problems in verify_objects(url, step, console):
+        found[commit.step] = problems
+        if not problems:
+            report(f"step-{commit.step:08d}: good, {len(commit.files)} files, {_size(commit.size)}")
     return found
 
 

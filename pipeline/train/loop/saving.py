@@ -30,9 +30,10 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import UNREADABLE
 from pipeline.train.checkpoint.host_snapshot import Staging
 from pipeline.train.checkpoint.manager import Checkpoints, Files, NotRemoved, record_of
+from pipeline.train.checkpoint.mirror.mirroring import Mirroring
 from pipeline.train.distributed.process_group import background_group, broadcast_from_rank0, gather
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.export.exporter import Exporter
+from pipeline.train.export.exporter import Exporter, export_missing
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.footprint import checkpoint_bytes
@@ -140,6 +141,9 @@ class Saver:
         self._not_removed: frozenset[str] = frozenset()
         """Why old checkpoints stay, as it was said last."""
         self.exporter = Exporter(config, folder, plan.length.steps)
+        self.mirroring = Mirroring(config, folder, plan.length.steps)
+        self._written: Files = {}
+        """Files of the last save that this rank has written."""
         self.unsaved = Unsaved(folder, config.train.checkpoint.max_unsaved_minutes, write=self._rank == 0)
 
     def __enter__(self) -> Saver:
@@ -151,7 +155,27 @@ class Saver:
         try:
             self._leave(error)
         finally:
-            self.exporter.close()
+            self.close_copies()
+
+    def begin_copies(self) -> None:
+        """Begin to export and mirror checkpoints, from the step of the run folder on; every rank calls this."""
+        self.exporter.begin(self._console)
+        self.mirroring.begin()
+
+    def close_copies(self) -> None:
+        """Give up what is being exported and mirrored; the next start does it."""
+        self.exporter.close()
+        self.mirroring.close()
+
+    def finish_copies(self, stopped: Callable[[], str | None], write: Callable[[int, dict[str, Any]], None]) -> None:
+        """Wait at the end of the run for what is being exported and mirrored; every rank calls this.
+
+        Args:
+            stopped: why the run is to stop now, or None.
+            write: gets the step of the run and metrics.
+        """
+        self.exporter.finish(stopped, write, self._console)
+        self.mirroring.finish(stopped, write, self._console)
 
     def _leave(self, error: BaseException | None) -> None:
         """Wait for the save in flight, as far as the end of the loop allows."""
@@ -261,6 +285,7 @@ class Saver:
                 waited = {"save_waited": report.waited} if report.waited else {}
                 write(report.step, {"save_seconds": report.seconds, **waited})
         self.exporter.report(write, self._console)
+        self.mirroring.report(write, self._console)
 
     def _count(self, report: SaveReport) -> str:
         """Note for `pipeline status` how a save ended; returns what to say of one that failed, else ""."""
@@ -302,6 +327,7 @@ class Saver:
         """Tell how it went, export it, and remove old ones if a new one is there."""
         if failure is None:
             self.exporter.add(job.step)
+            self.mirroring.add(job.step, self._written)
         if self._rank == 0:
             self._reports.append(SaveReport(job.step, time.monotonic() - job.start, job.waited, failure))
         if failure is None and job.prune:
@@ -309,8 +335,9 @@ class Saver:
 
     def _prune(self) -> None:
         """Remove what the policy does not keep. Why that fails is said once, not at each save."""
+        held = [*self.exporter.held, *self.mirroring.held]
         try:
-            if self._checkpoints.prune(self._config.train.checkpoint, self.exporter.held):
+            if self._checkpoints.prune(self._config.train.checkpoint, held):
                 self._not_removed = frozenset()
             return
         except NotRemoved as error:
@@ -366,7 +393,8 @@ class Saver:
             if problem is None:
                 tmp = Path(name)
                 try:
-                    written = gather(dcp_storage.write(tmp, job.tensors, self._group), self._group)
+                    self._written = dcp_storage.write(tmp, job.tensors, self._group)
+                    written = gather(self._written, self._group)
                 except OSError as error:  # the same one on all ranks
                     problem = error.strerror or str(error)
                 else:
@@ -412,3 +440,14 @@ class Saver:
             "layout": self._layout.to_json(),
             "versions": versions(),
         }
+
+
+def copy_missing(config: Config, folder: RunFolder, console: Console) -> None:
+    """Export and mirror what an earlier attempt at a run that is done has left; every rank calls this, and waits."""
+    export_missing(config, folder, console)
+    mirroring = Mirroring(config, folder, folder.step)
+    try:
+        mirroring.begin()
+        mirroring.finish(lambda: None, lambda step, row: None, console)
+    finally:
+        mirroring.close()

@@ -30,7 +30,6 @@ from pipeline.train.checkpoint.policy import due
 from pipeline.train.distributed import process_group
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.distributed.watchdog import Watchdog
-from pipeline.train.export.exporter import export_missing
 from pipeline.train.host.gc_schedule import GcSchedule
 from pipeline.train.host.trace_spans import span
 from pipeline.train.loop.faults import Faults
@@ -40,7 +39,7 @@ from pipeline.train.loop.quantities.requests import AgreedRequests
 from pipeline.train.loop.quantities.windows import WindowLosses
 from pipeline.train.loop.quantities.work import RankWork
 from pipeline.train.loop.rewind import go_back
-from pipeline.train.loop.saving import Saver
+from pipeline.train.loop.saving import Saver, copy_missing
 from pipeline.train.loop.step import Stepper
 from pipeline.train.loop.step_metrics import Issued, StepMetrics
 from pipeline.train.loop.validation import Validator, validation_line
@@ -340,7 +339,7 @@ class Trainer:
             self._garbage,
             self._rows.hardware,
         ):
-            self._saver.exporter.begin(self._console)
+            self._saver.begin_copies()
             try:
                 yield
             except NumericalError:
@@ -348,7 +347,7 @@ class Trainer:
                 raise
             # All is saved. What is left is to close the loggers, one of which may still have much to send.
             self._watchdog.pause()
-            self._saver.exporter.finish(self._requests.reason, self._write, self._console)
+            self._saver.finish_copies(self._requests.reason, self._write)
         if withheld := self._faults.withheld:
             say(self._console, f'train: {withheld} (`"skipped": true` in metrics.jsonl)')
 
@@ -364,10 +363,10 @@ class Trainer:
         self._saver.finish()
         self._profile.finish()
         self._saver.report(self._write)
-        self._saver.exporter.close()  # before the checkpoints that it waits for are moved
+        self._saver.close_copies()  # before the checkpoints that are being read are moved
         checkpoint, self._plan = go_back(rewind, self._config, self._plan, self._folder, self._console)
         self._saver.unsaved.rewound()
-        self._saver.exporter.begin(self._console)
+        self._saver.begin_copies()
         self._validator.forget()
         self._loader = self._open_loader()
         if self._stepper.spikes is not None:
@@ -459,7 +458,7 @@ def train(config: Config, console: Console | None = None) -> int:
         if checkpoint is not None and checkpoint.step >= total:
             say(console, f"train: nothing to do, already at step {checkpoint.step} ({reason})")
             watchdog.pause()
-            export_missing(config, folder, console)
+            copy_missing(config, folder, console)
             return checkpoint.step
         if checkpoint is not None and ranks.rank == 0:
             threads = torch.get_num_threads() if device.type == "cpu" else None

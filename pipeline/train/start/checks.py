@@ -20,6 +20,7 @@ from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
 from pipeline.train.rules.layout import check_layout, layout_warnings
 from pipeline.train.rules.layout_check import planned_model, planned_spec
 from pipeline.train.run.folder import refuse_lost_checkpoints
+from pipeline.train.start.from_mirror import check_mirror
 from pipeline.train.start.open_run import open_validation
 from pipeline.train.start.run_plan import plan_run
 from pipeline.train.start.schedule_seam import find_seam, schedule_differs
@@ -57,6 +58,10 @@ def _model(scope: TrainScope, found: Problems) -> None:
 
 def _loggers(scope: TrainScope, found: Problems) -> None:
     check_loggers(scope.config)
+
+
+def _mirror(scope: TrainScope, found: Problems) -> None:
+    found.warn(*check_mirror(scope.config))
 
 
 def _checkpoint(scope: TrainScope, found: Problems) -> None:
@@ -143,6 +148,7 @@ TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
     StartCheck("layout", _layout),
     StartCheck("model", _model),
     StartCheck("loggers", _loggers),
+    StartCheck("mirror of checkpoints", _mirror),
     StartCheck("checkpoint to resume from", _checkpoint),
     StartCheck("schedule", _schedule),
     StartCheck("checkpoints to evaluate", _kept_checkpoints),
@@ -161,9 +167,12 @@ def resume_checkpoint(config: Config, found: Problems) -> Checkpoint | None:
     checkpoints, wanted = Checkpoints.of_run(config.run.dir), config.resume.from_
     checkpoint = checkpoints.preferred(config.resume.step)
     if checkpoint is None:
+        if config.resume.from_mirror is not None:
+            return None
         if wanted is not None:
             raise checkpoints.not_there(config.resume.step)
-        refuse_lost_checkpoints(config.run.dir)
+        if config.train.checkpoint.mirror is None:  # which may have them
+            refuse_lost_checkpoints(config.run.dir)
         return None
     if config.resume.step not in (None, checkpoint.step):
         found.warn(

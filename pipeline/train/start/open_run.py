@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
 from pipeline import __version__
+from pipeline.common import links, storage
 from pipeline.common.console import say, warn
-from pipeline.common.errors import UserError
+from pipeline.common.errors import MachineError, UserError
 from pipeline.common.hashing import value_hash
 from pipeline.common.versions import code_hash, versions
 from pipeline.config import Config
@@ -22,15 +25,17 @@ from pipeline.data.loading.heldout import HeldOut, HeldOutTexts
 from pipeline.data.loading.objectives.choice import heldout_objectives, set_objectives
 from pipeline.data.preprocess.source_settings import check_heldout_settings
 from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint.committed import wait_until_visible
 from pipeline.train.checkpoint.fingerprint import differences
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.checkpoint.resume_point import resume_point
 from pipeline.train.checkpoint.rollback import rollback_lines
 from pipeline.train.distributed.layout import resolve
-from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
+from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0, gather
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.run.attempts import refuse_crash_loop, steps_lost
 from pipeline.train.run.folder import RunFolder, open_run, refuse_lost_checkpoints
+from pipeline.train.start.from_mirror import fetch_from_mirror
 from pipeline.train.start.run_plan import RunPlan, plan_run
 from pipeline.train.start.schedule_seam import find_seam
 from pipeline.train.start.setup import check_tokenizer
@@ -54,6 +59,8 @@ def open_run_everywhere(
     folder = mine[0] if mine else RunFolder(config.run.dir, attempt)
     stack.enter_context(watchdog.heartbeats(folder, ranks, config.launch.heartbeat_seconds))
 
+    refuse_separate_folders(config.run.dir, ranks)
+    fetch_from_mirror(config, folder, ranks, watchdog, console)
     report = partial(warn, console)
     damage: list[str] = []
     checkpoint = resume_point(checkpoints, config.resume, damage.append)
@@ -82,6 +89,44 @@ def open_run_everywhere(
     broadcast_from_rank0(plan_on_rank_0)  # rank 0 alone looks at the files of the datasets, and says what is wrong
     folder.step = checkpoint.step if checkpoint else 0
     return folder, checkpoint, plans[0] if plans else plan_run(config, checkpoint, check=False)
+
+
+def refuse_separate_folders(run: Path, ranks: Processes) -> None:
+    """Refuse a run folder that is not the same one on all nodes; every rank calls this.
+
+    Raises:
+        UserError: a node does not see what rank 0 writes there; on the other ranks a `RankFailed`.
+    """
+    if ranks.world_size == 1:
+        return
+    probe = Path(broadcast_from_rank0(lambda: str(_probe(run))))
+    host = socket.gethostname()
+    try:
+        wait_until_visible(run / probe.name)
+        blind = None
+    except (MachineError, OSError):
+        blind = host
+    found = gather(blind)
+
+    def decide() -> None:
+        links.remove(probe, missing_ok=True)
+        hosts = sorted({each for each in found or () if each is not None})
+        if hosts:
+            raise UserError(
+                f"run.dir {run} is not one folder on all nodes: {host} has written a file there that is not seen on "
+                f"{', '.join(hosts[:8])}. Set run.dir to a folder on a file system that all nodes share. Without one, "
+                "train on one node; documents, and mirrors of checkpoints (train.checkpoint.mirror), may be in object "
+                "storage"
+            )
+
+    broadcast_from_rank0(decide)
+
+
+def _probe(run: Path) -> Path:
+    """A new file in the run folder, with a name that no folder has a copy of."""
+    path = storage.temporary(run / f"ranks-{secrets.token_hex(8)}")
+    storage.write_new(path, b"")
+    return path
 
 
 def _begin(folder: RunFolder, config: Config, ranks: Processes, plan: RunPlan, first_step: int) -> None:

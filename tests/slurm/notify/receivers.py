@@ -21,6 +21,7 @@ ALL: list[NotifyEvent] = [
     "spike",
     "saves_failing",
     "export_failed",
+    "mirror_failing",
     "hardware",
 ]
 SECRET = "T0/s3cr3t"

@@ -85,6 +85,22 @@ def test_saves_that_fail_are_told_of_once_for_each_checkpoint(config: Config) ->
     assert "No space left on device" in told[0][2]
 
 
+def test_a_mirror_that_fails_is_told_of_once_for_each_checkpoint_in_it(config: Config) -> None:
+    def mirror(attempt: int, step: int, failed: int, age: float) -> None:
+        values = {"attempt": attempt, "to": "s3://b/r", "step": step, "time": 1.0, "waiting": step + 10, "behind": 1}
+        more = {"failed": failed, "since": time.time() - age, "reason": "no answer", "is_lost": False}
+        storage.put_json(config.run.dir / "mirror.json", {**values, **more})
+
+    states = ((1, 10, 1, 900), (2, 10, 1, 30), (2, 10, 2, 900), (2, 10, 3, 1000), (3, 20, 0, 0), (3, 20, 1, 900))
+    for attempt, step, failed, age in states:
+        mirror(attempt, step, failed, age)
+        notices = Notices(config, "train", silent)
+        notices.look(1, running=True)
+        told = seen(config, notices)
+    assert [each[:2] for each in told] == [("mirror_failing", 10), ("mirror_failing", 20)]
+    assert "no answer" in told[0][2] and "15 min" in told[0][2]
+
+
 def test_an_export_that_failed_is_told_of_once(config: Config) -> None:
     def exported(attempt: int, step: int, failed: str | None) -> None:
         row = {"step": step, "attempt": attempt, "time": time.time(), "seconds": 1.0, "failed": failed}
