@@ -47,7 +47,6 @@ KINDS = {
     "run: journal.json": r"/journal\.json$",
     "run: exit.json": r"/exit\.json$",
     "run: saves.json": r"/saves\.json$",
-    "run: mirror.json": r"/mirror\.json$",
     "run: summary.json": r"/summary\.json$",
     "run: lock": r"^runs/[^/]+/lock$",
     "run: heartbeat": r"/heartbeats/",
