@@ -198,13 +198,17 @@ def test_scripts(tmp_path: Path) -> None:
     [
         ("--save ${M##*/} \\\n--a run#3 \\\n--lr 1 # --b\n", {"save": "${M##*/}", "a": "run#3", "lr": 1}, ""),
         ('ARGS="$ARGS --lr 1"\nARGS+=" --seed 2"\nrun --bf16 $ARGS', {"lr": 1, "seed": 2, "bf16": True}, ""),
-        ('cmd="torchrun p.py ${O} --lr 1"; eval $cmd', {"lr": 1}, ""),
+        ('cmd="torchrun p.py ${O} --lr 1"; eval $cmd', {"lr": 1}, "the options in ${O} are not known"),
         ("if x; then LR=1; else LR=2; fi\nrun --lr $LR", {"lr": 2}, "LR is set to 1 and to 2, which is taken"),
         ("A=1\nA=$A/b\nA+=c\nrun --save $A", {"save": "1/bc"}, ""),
         ("run --disable-bias-linear\necho done", {"add_bias_linear": False}, ""),
         ("run --swiglu --seed 1 2>&1 | tee log", {"swiglu": True, "seed": 1}, ""),
         ("run --log-x 2>&1 | tee log", {"log_x": True}, ""),
         ("run --log-x $EXTRA_ARGS", {"log_x": True}, "the options in $EXTRA_ARGS are not known"),
+        ("run --seed 1 --bf16 $EXTRA", {"seed": 1, "bf16": True}, "the options in $EXTRA are not known"),
+        ("run --seed x2>log", {"seed": "x2"}, ""),
+        ("run --seed $(nproc)", {"seed": "$"}, "--seed: the value of $(...) is not known"),
+        ("A='\n--lr 1\n--seed\n2'\nrun $A", {"lr": 1, "seed": 2}, ""),
         ("A=(\n--lr 1 # x\n--seed\n2\n)\nrun ${A[@]}", {"lr": 1, "seed": 2}, ""),
         (
             "python prep.py --lr 7\npython pretrain.py --lr 1\npython eval.py --lr 3",
@@ -219,6 +223,12 @@ def test_lines_of_scripts(tmp_path: Path, script: str, expected: dict[str, Any],
     values, notes = read_values("megatron", [str(tmp_path / "run.sh")])
     assert values == expected
     assert says in "\n".join(notes) if says else notes in ([], ["--save: the value of ${M is not known; write it in"])
+
+
+def test_variables_that_double(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("A=0123456789\n" + "A=$A$A\n" * 60 + "run --save $A")
+    with pytest.raises(UserError, match="values of variables"):
+        read_values("megatron", [str(tmp_path / "run.sh")])
 
 
 @pytest.mark.parametrize(
