@@ -262,3 +262,31 @@ def test_nothing_in_a_file_becomes_more_than_a_text(tmp_path: Path) -> None:
     for value in ("x", -1, [], {}, [[1]], float("nan"), 10**400, None, True):
         names = [key for row in read_suite("megatron").rows() for key in row.keys]
         yaml.safe_load(written(translate("megatron", dict.fromkeys(names, value)), read_suite("megatron")))
+
+
+def test_samples_are_tokens_while_the_batch_grows() -> None:
+    ramp = "--rampup-batch-size 16 8 1000 --global-batch-size 64 --seq-length 128".split()
+    samples = "--train-samples 6400 --lr-warmup-samples 640".split()
+    found, _ = translated("megatron", *ramp, *samples)
+    assert found["train.duration"] == f"{6400 * 128} tokens" and found["train.schedule.warmup"] == f"{640 * 128} tokens"
+    found, _ = translated("megatron", *ramp[4:], *samples)
+    assert found["train.duration"] == "100 steps" and found["train.schedule.warmup"] == "10 steps"
+
+
+def test_arguments_with_a_condition() -> None:
+    found, _ = translated("megatron", "--data-path", "/a", "/b")
+    assert [source.get("weight") for source in found["data.sources"]] == [None, None]
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-iters 10".split()
+    found, text = translated("megatron", *wsd)
+    assert found["train.schedule.decay"] == "???" and "(10 steps) is exponential there" in text
+    found, text = translated("megatron", *wsd, "--lr-wsd-decay-style", "linear")
+    assert found["train.schedule.decay"] == "10 steps" and "lr-wsd-decay-style" not in text
+    found, text = translated("megatron", "--save", "/a", "--load", "/b")
+    assert found["run.dir"] == "/a" and "train.init_from: --load /b is another folder" in text
+    found, text = translated("megatron", "--reset-position-ids")
+    assert "model.document_attention" not in found and "positions begin anew" in text
+    found, _ = translated("megatron", "--reset-position-ids", "--reset-attention-mask")
+    assert found["model.document_attention"] is True
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()
+    found, _ = translated("megatron", *small, "--use-rotary-position-embeddings")
+    assert found["model.positions"] == "rope" and found["model.layers"] == 2
