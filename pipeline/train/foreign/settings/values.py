@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from pipeline.train.foreign.settings.shell import read_options, words_of
 
 _MOST_BYTES = 2**24
 _DEEPEST = 64
+_MOST_SETTINGS = 20_000
+_LONGEST = 512
 
 
 def read_values(suite: SuiteName, given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -35,21 +38,23 @@ def read_values(suite: SuiteName, given: Sequence[str]) -> tuple[dict[str, Any],
         UserError: there is no such file, or it cannot be read.
     """
     if suite == "megatron" and (len(given) > 1 or given[0].startswith("-")):
-        return read_options(given)
+        found, notes = read_options(given)
+        return _bounded(found.items(), "the command line"), notes
     if len(given) != 1:
         raise UserError(f"{given[1]!r}: give one file of {suite}")
     path = Path(given[0])
     if suite == "megatron":
-        return _of_megatron(path)
+        found, notes = _of_megatron(path)
+        return _bounded(found.items(), str(path)), notes
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; {_WANTED[suite]}")
     text = storage.read_bytes(path, _MOST_BYTES + 1)
     if len(text) > _MOST_BYTES:
         raise UserError(f"{path} has more than {_MOST_BYTES:,} bytes; {_WANTED[suite]}")
-    found = _parsed(path, text, suite)
-    if not isinstance(found, dict):
+    parsed = _parsed(path, text, suite)
+    if not isinstance(parsed, dict):
         raise UserError(f"{path} has no sections; {_WANTED[suite]}")
-    return dict(_flat(found, path)), []
+    return _bounded(_flat(parsed, path), str(path)), []
 
 
 _WANTED: dict[SuiteName, str] = {
@@ -75,7 +80,7 @@ def _parsed(path: Path, text: bytes, suite: SuiteName) -> Any:
 
 
 class _Plain(yaml.SafeLoader):
-    """A safe loader that takes values with an unknown tag for what they are without it."""
+    """A safe loader that takes values with an unknown tag for what they are without it, and `3e-5` for a number."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Refuse aliases: a few lines could stand for more values than fit into memory."""
@@ -93,10 +98,27 @@ def _untagged(loader: Any, suffix: str, node: Any) -> Any:
 
 
 _Plain.add_multi_constructor("", _untagged)
+_Plain.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+def _bounded(settings: Iterable[tuple[str, Any]], source: str) -> dict[str, Any]:
+    """Settings that are not too many, with names that are not too long, since parts of names are kept too."""
+    values = {}
+    for name, value in settings:
+        if len(name) > _LONGEST or name.count(".") > _DEEPEST:
+            raise UserError(
+                f"{source}: the name {name[:80]}... has more than {_LONGEST} letters or {_DEEPEST} sections"
+            )
+        values[name] = value
+        if len(values) > _MOST_SETTINGS:
+            raise UserError(f"{source} has more than {_MOST_SETTINGS:,} settings")
+    return values
 
 
 def _flat(values: Mapping[str, Any], path: Path, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Any]]:
-    if depth > _DEEPEST:
+    if depth > _DEEPEST or len(prefix) > _LONGEST:
         raise UserError(f"{path} has sections nested deeper than {_DEEPEST}")
     for name, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -290,3 +290,60 @@ def test_arguments_with_a_condition() -> None:
     small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()
     found, _ = translated("megatron", *small, "--use-rotary-position-embeddings")
     assert found["model.positions"] == "rope" and found["model.layers"] == 2
+
+
+def _of_text(suite: SuiteName, text: str, path: Path) -> tuple[dict[str, Any], str]:
+    path.write_text(text)
+    return translated(suite, str(path))
+
+
+def test_defaults_of_suites(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    found, _ = _of_text("torchtitan", "[compile]\nenable = true\n", path)
+    assert found["train.compile"] is True
+    found, _ = _of_text("nemo", "optim:\n  config: {adam_beta1: 0.8, clip_grad: 0.0, lr: 3e-5}\n", path)
+    assert found["train.optimizer.betas"] == [0.8, 0.999] and found["train.optimizer.weight_decay"] == 0.01
+    assert found["train.optimizer.clip_norm"] is None and found["train.optimizer.lr"] == 3e-5
+    rest = '"trainer": {"max_duration": {"value": 1000, "unit": "steps"}}}'
+    scheduler = '{"train_module": {"optim": {"lr": 0.5}, "scheduler": {"_CLASS_": "x.WSD", "warmup": 10%s}}, ' + rest
+    found, _ = _of_text("olmo", scheduler % "", path)
+    assert found["train.schedule.decay"] == "100 steps" and found["train.schedule.min_ratio"] == 0.0
+    found, _ = _of_text("olmo", scheduler % ', "decay_min_lr": 0.05, "decay": 20', path)
+    assert found["train.schedule.decay"] == "20 steps" and found["train.schedule.min_ratio"] == 0.1
+
+
+def test_decay_of_nanotron(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    text = (
+        "tokens: {train_steps: 100}\noptimizer:\n  learning_rate_scheduler: {lr_decay_style: %s, lr_warmup_steps: 10, "
+    )
+    found, _ = _of_text("nanotron", text % "linear" + "lr_decay_starting_step: 80, lr_decay_steps: 20}", path)
+    assert found["train.schedule.type"] == "wsd" and found["train.schedule.decay"] == "20 steps"
+    found, shown = _of_text("nanotron", text % "linear" + "lr_decay_starting_step: 80, lr_decay_steps: null}", path)
+    assert found["train.schedule.type"] == "???" and "it ends at step 170" in shown
+    found, _ = _of_text("nanotron", text % "cosine" + "lr_decay_steps: 90}", path)
+    assert found["train.schedule.type"] == "cosine"
+    found, _ = _of_text("nanotron", text % "cosine" + "lr_decay_steps: 50}", path)
+    assert found["train.schedule.type"] == "???"
+
+
+def test_short_names_that_fit_several_settings(tmp_path: Path) -> None:
+    found, text = _of_text("nemo", "a: {weight_decay: 3}\noptim:\n  config: {weight_decay: 0.2}\n", tmp_path / "file")
+    assert found["train.optimizer.weight_decay"] == 0.2
+    assert "optim.config.weight_decay is taken; there is a.weight_decay too" in text and "a.weight_decay 3" in text
+    _, text = _of_text("nemo", "fancy: false\nother: false\n", tmp_path / "file")
+    assert "false: fancy, other" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["a" + ".a" * 70 + ": 1\n", "a" * 600 + ": 1\n", "".join(f"a{n}: 1\n" for n in range(20_001))]
+)
+def test_settings_that_are_too_many(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(UserError, match=r"letters or 64 sections|more than 20,000 settings"):
+        read_values("nemo", [str(tmp_path / "file")])
+
+
+def test_a_name_of_an_option_that_is_too_long() -> None:
+    with pytest.raises(UserError, match="64 sections"):
+        read_values("megatron", ["--a" + ".a" * 70, "1"])
