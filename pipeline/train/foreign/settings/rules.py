@@ -64,6 +64,11 @@ class Given:
         name = self.find(key)
         return name is not None and self._values[name] is not None
 
+    def is_null(self, key: str) -> bool:
+        """True if it was written down as null."""
+        name = self.find(key)
+        return name is not None and self._values[name] is None
+
     def is_other(self, key: str) -> bool:
         """True if it was given, with another value than the default."""
         return self.is_given(key) and self._values[str(self.find(key))] != self._defaults.get(key)
@@ -153,9 +158,9 @@ def _optimizer(given: Given, row: SettingRow) -> Settings:
     names = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay", "betas": "betas", "clip_grad": "clip_norm"}
     found = {}
     for key in row.keys:
-        if (value := given.get(key)) is not None:
-            to = names[key.rpartition(".")[2]]
-            is_off = to == "clip_norm" and value == 0
+        value, to = given.get(key), names[key.rpartition(".")[2]]
+        is_off = to == "clip_norm" and (value == 0 or given.is_null(key))
+        if value is not None or is_off:
             found[f"train.optimizer.{to}"] = Of(None if is_off else value, key)
     return found
 

@@ -323,7 +323,8 @@ def test_decay_of_nanotron(tmp_path: Path) -> None:
     assert found["train.schedule.type"] == "???" and "it ends at step 170" in shown
     found, _ = _of_text("nanotron", text % "cosine" + "lr_decay_steps: 90}", path)
     assert found["train.schedule.type"] == "cosine"
-    found, _ = _of_text("nanotron", text % "cosine" + "lr_decay_steps: 50}", path)
+    found, _ = _of_text("nanotron", text % "cosine" + "lr_decay_steps: 50}\n  clip_grad: null", path)
+    assert found["train.optimizer.clip_norm"] is None
     assert found["train.schedule.type"] == "???"
 
 
