@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 _PUNCTUATION = "();|&<>"
 _END = ";"
 """The word that ends a command."""
-_VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]*))?\}?")
+_VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]{0,4096}))?\}?")
 _ONLY_VARIABLE = re.compile(r"\$(?:[@*]|(\w+)|\{(\w+)\})")
 _ALL_OF = re.compile(r"\$\{\w+\[[@*]\]\}")
 """All entries of a list, whose words were read where it was made."""
@@ -115,7 +115,7 @@ def _prepared(text: str, lines: bool) -> str:
         elif letter == ")" and len(are_lists) > 1:
             are_lists.pop()
         elif letter in "<>":
-            out = _without_number(out)
+            _drop_number(out)
         elif letter == "\n" and lines and not are_lists[-1]:
             letter = " ; "
         out += letter
@@ -123,12 +123,13 @@ def _prepared(text: str, lines: bool) -> str:
     return "".join(out)
 
 
-def _without_number(out: list[str]) -> list[str]:
-    """A text without the number of a stream (`2>`) at its end."""
+def _drop_number(out: list[str]) -> None:
+    """Drop the number of a stream (`2>`) at the end of a text."""
     end = len(out)
     while end and out[end - 1].isdigit():
         end -= 1
-    return out[:end] if end < len(out) and end and out[end - 1].isspace() else out
+    if end and out[end - 1].isspace():
+        del out[end:]
 
 
 def read_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -148,7 +149,7 @@ def read_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     for command in sorted(reader.commands, key=lambda each: each is main):
         if main and command.script and command is not main:
             if command.options:
-                reader.notes.append(f"options of another command are not read, that of {command.script}")
+                reader.notes[command.script] = f"options of another command are not read, that of {command.script}"
             continue
         own: dict[str, Any] = {}
         for name, values in command.options:
@@ -157,10 +158,11 @@ def read_options(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             own[key] = value
         for key, value in own.items():
             if key in found and found[key] != value:
-                reader.notes.append(f"--{key.replace('_', '-')}: given as {found[key]} and as {value}, which is taken")
+                option = f"--{key.replace('_', '-')}"
+                reader.notes[option] = f"{option}: given as {str(found[key])[:80]} and as {value}, which is taken"
         found |= own
     unknown = [f"--{of}: the value of {name} is not known; write it in" for name, of in reader.unknown.items()]
-    return found, [*unknown, *dict.fromkeys(reader.notes)]
+    return found, [*unknown, *reader.notes.values()]
 
 
 def _main(commands: list[_Command]) -> _Command | None:
@@ -174,7 +176,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.commands: list[_Command] = []
-        self.notes: list[str] = []
+        self.notes: dict[str, str] = {}
         self.unknown: dict[str, str] = {}
         self._variables: dict[str, str] = {}
         self._of_options: set[str] = set()
@@ -214,7 +216,7 @@ class _Reader:
         is_last = bool(command.options or command.script) and not is_open
         if name and (name in self._variables or not (is_last or _NAME_OF_OPTIONS.fullmatch(name))):
             return False
-        self.notes.append(f"the options in {word} are not known; write them in")
+        self.notes[word] = f"the options in {word} are not known; write them in"
         return True
 
     def _assign(self, name: str, value: str, is_more: bool, depth: int) -> None:
@@ -228,7 +230,7 @@ class _Reader:
         if is_more:
             value = (before or "") + value
         elif before and before != value and not follows:
-            self.notes.append(f"{name} is set to {before[:80]} and to {value[:80]}, which is taken")
+            self.notes[f"{name}="] = f"{name} is set to {before[:80]} and to {value[:80]}, which is taken"
         self._count(len(value))
         self._variables[name] = value
 
