@@ -13,7 +13,7 @@ from pipeline.common.errors import UserError
 _PUNCTUATION = "();|&<>"
 _END = ";"
 """The word that ends a command."""
-_VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]{0,4096}))?\}?")
+_VARIABLE = re.compile(r"\$\{?(\w+)(?::-([^}]{0,256}))?\}?")
 _ONLY_VARIABLE = re.compile(r"\$(?:[@*]|(\w+)|\{(\w+)\})")
 _ALL_OF = re.compile(r"\$\{\w+\[[@*]\]\}")
 """All entries of a list, whose words were read where it was made."""
@@ -41,12 +41,6 @@ _FLAGS = frozenset(
         "exit_signal_handler",
         "multi_latent_attention",
         "rotary_interleaved",
-        "use_flash_attn",
-        "use_distributed_optimizer",
-        "use_mcore_models",
-        "use_checkpoint_args",
-        "use_rotary_position_embeddings",
-        "use_rope_scaling",
         "overlap_grad_reduce",
         "overlap_param_gather",
         "moe_grouped_gemm",
@@ -55,7 +49,7 @@ _FLAGS = frozenset(
         "log_throughput",
     }
 )
-"""Options without a value, next to those that begin with `no-` or `disable-`."""
+"""Options without a value, next to those that begin with `no-`, `disable-` or `use-`."""
 _NEGATED = {"disable_bias_linear": "add_bias_linear", "no_use_distributed_optimizer": "use_distributed_optimizer"}
 
 
@@ -261,7 +255,7 @@ class _Reader:
 def _is_flag(name: str) -> bool:
     """True for an option that takes no value."""
     key = name.replace("-", "_")
-    return key in _FLAGS or key.startswith(("no_", "disable_"))
+    return key in _FLAGS or key.startswith(("no_", "disable_", "use_"))
 
 
 def _argument(name: str, values: list[str]) -> tuple[str, Any]:
