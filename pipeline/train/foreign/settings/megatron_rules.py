@@ -10,11 +10,18 @@ from pipeline.train.foreign.settings.rows import SettingRow
 from pipeline.train.foreign.settings.rules import Given, Left, Rule, Settings, pairs, steps
 
 
+def _of_samples(given: Given, count: float) -> str:
+    """A duration of samples: in tokens while the batch grows, since no number of steps is so long."""
+    if given.get("rampup_batch_size"):
+        return f"{int(count) * given.need('seq_length')} tokens"
+    return steps(math.ceil(count / given.need("global_batch_size")))
+
+
 def _duration(given: Given, row: SettingRow) -> Settings:
     if count := given.number("train_iters"):
         return {"train.duration": steps(count)}
     if samples := given.number("train_samples"):
-        return {"train.duration": steps(math.ceil(samples / given.need("global_batch_size")))}
+        return {"train.duration": _of_samples(given, samples)}
     return {}
 
 
@@ -22,8 +29,10 @@ def _warmup(given: Given, row: SettingRow) -> Settings:
     if count := given.number("lr_warmup_iters"):
         return {"train.schedule.warmup": steps(count)}
     if samples := given.number("lr_warmup_samples"):
-        return {"train.schedule.warmup": steps(math.ceil(samples / given.need("global_batch_size")))}
+        return {"train.schedule.warmup": _of_samples(given, samples)}
     if share := given.number("lr_warmup_fraction"):
+        if all_samples := given.number("lr_decay_samples") or given.number("train_samples"):
+            return {"train.schedule.warmup": _of_samples(given, int(share * all_samples))}
         whole = given.number("lr_decay_iters") or given.need("train_iters")
         return {"train.schedule.warmup": steps(int(share * whole))}
     return {}
@@ -36,11 +45,13 @@ def _schedule(given: Given, row: SettingRow) -> Settings:
     style = given.get("lr_decay_style")
     if style is None:
         return {}
-    if (length := given.number("lr_decay_iters")) and (whole := given.number("train_iters")) and length != whole:
-        raise Left(
-            f"by --lr-decay-iters it ends after {length} steps, and the run has {whole}; here it ends with the run",
-            "train.schedule.type",
-        )
+    for unit in ("iters", "samples"):
+        length, whole = given.number(f"lr_decay_{unit}"), given.number(f"train_{unit}")
+        if length and whole and length != whole:
+            raise Left(
+                f"by --lr-decay-{unit} it ends after {length}, and the run has {whole}; here it ends with the run",
+                "train.schedule.type",
+            )
     found = _SCHEDULES.get(style)
     if found is None:
         raise Left(f"there is no {style} here", "train.schedule.type")
@@ -50,10 +61,13 @@ def _schedule(given: Given, row: SettingRow) -> Settings:
 def _decay(given: Given, row: SettingRow) -> Settings:
     if given.get("lr_decay_style") not in ("WSD", "wsd"):
         return {}
-    count = given.number("lr_wsd_decay_iters")
+    count, style = given.number("lr_wsd_decay_iters"), given.get("lr_wsd_decay_style")
+    length = None if count is None else steps(count)
     if samples := given.number("lr_wsd_decay_samples"):
-        count = math.ceil(samples / given.need("global_batch_size"))
-    return {} if count is None else {"train.schedule.decay": steps(count)}
+        length = _of_samples(given, samples)
+    if style != "linear":
+        raise Left(f"the decay ({length}) is {style} there, and linear here", "train.schedule.decay")
+    return {} if length is None else {"train.schedule.decay": length}
 
 
 def _precision(given: Given, row: SettingRow) -> Settings:
@@ -93,11 +107,11 @@ def _sources(given: Given, row: SettingRow) -> Settings:
     if words is None:
         return {}
     words = words if isinstance(words, list) else [words]
-    pairs: list[tuple[float, str]] = []
+    pairs: list[tuple[float | None, str]] = []
     if len(words) > 1 and len(words) % 2 == 0 and all(isinstance(word, int | float) for word in words[::2]):
         pairs = list(zip(words[::2], map(str, words[1::2]), strict=True))
     else:
-        pairs = [(1, str(word)) for word in words]
+        pairs = [(None, str(word)) for word in words]  # by their sizes, here as there
     names: dict[str, int] = {}
     sources = []
     for weight, prefix in pairs:
@@ -105,7 +119,7 @@ def _sources(given: Given, row: SettingRow) -> Settings:
         names[name] = names.get(name, 0) + 1
         name = name if names[name] == 1 else f"{name}-{names[name]}"
         source: Settings = {"name": name, "dataset": f"{prefix}-adopted"}
-        sources.append(source | ({"weight": weight} if len(pairs) > 1 else {}))
+        sources.append(source | ({"weight": weight} if len(pairs) > 1 and weight is not None else {}))
         given.notes.append(
             f"adopt the token files: pipeline data adopt {prefix} --to {prefix}-adopted --tokenizer tokenizer.json"
         )
@@ -119,6 +133,23 @@ def _tokenizer(given: Given, row: SettingRow) -> Settings:
     if kind == "HuggingFaceTokenizer":
         return {"tokenizer.path": f"{model}/tokenizer.json"}
     raise Left(f"{kind}: make a tokenizer.json of it with `pipeline convert tokenizer`, and set tokenizer.path")
+
+
+def _folders(given: Given, row: SettingRow) -> Settings:
+    save, load = given.get("save"), given.get("load")
+    if save and load and save != load:
+        given.notes.append(
+            f"train.init_from: --load {load} is another folder than --save; make weights of it with "
+            "`pipeline convert from-megatron`, and give their place"
+        )
+    return {"run.dir": save or load} if save or load else {}
+
+
+def _documents(given: Given, row: SettingRow) -> Settings:
+    mask, positions = given.get("reset_attention_mask"), given.get("reset_position_ids")
+    if positions and not mask:
+        raise Left("here positions begin anew only together with attention, by model.document_attention")
+    return {} if mask is None else {"model.document_attention": bool(mask)}
 
 
 def _read_by(given: Given, row: SettingRow) -> Settings:
@@ -140,6 +171,8 @@ def _model(given: Given, row: SettingRow) -> Settings:
     hidden, gated = given.get("hidden_size", 0), given.get("swiglu", False)
     for key in ("vocab_size", "padded_vocab_size"):
         given.get(key)
+    if values.pop("use_rotary_position_embeddings", False):
+        values["position_embedding_type"] = "rope"
     if isinstance(hidden, int):
         values.setdefault("ffn_hidden_size", int(hidden * 8 / 3) // 64 * 64 if gated else 4 * hidden)
     if "padded_vocab_size" not in values and isinstance(values.get("vocab_size"), int):
@@ -222,6 +255,8 @@ MEGATRON: dict[str, Rule] = {
     "batch_ramp": _batch_ramp,
     "sources": _sources,
     "tokenizer": _tokenizer,
+    "folders": _folders,
+    "documents": _documents,
     "read_by": _read_by,
     "wandb": _wandb,
     "model": _model,

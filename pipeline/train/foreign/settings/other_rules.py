@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipeline.train.foreign.settings.rows import SettingRow, SuiteName
-from pipeline.train.foreign.settings.rules import Given, Left, Rule, Settings, pairs, steps
+from pipeline.train.foreign.settings.rules import Given, Left, Of, Rule, Settings, pairs, steps
 
 _SCHEDULES = {
     **{"linear": "linear", "cosine": "cosine", "constant": "constant"},
@@ -18,8 +18,8 @@ _PIPELINES = {
 
 
 def _first(given: Given, row: SettingRow) -> Any:
-    """The value of the first key of a row that has one; all of them count as looked at."""
-    return next((found for found in [given.get(key) for key in row.keys] if found is not None), None)
+    found = given.first(row.keys)
+    return found.value if found else None
 
 
 def _tokenizer_folder(given: Given, row: SettingRow) -> Settings:
@@ -120,10 +120,14 @@ def _stages(given: Given, row: SettingRow) -> Settings:
     if folders is None:
         raise Left(f"write the documents of {dataset.get('hf_dataset_or_datasets')} into data.sources")
     folders = folders if isinstance(folders, list) else [folders]
-    given.notes.append("data.sources: token files of nanotron are not read; preprocess the documents into these places")
-    sources: list[Settings] = [
-        {"name": f"{str(folder).rstrip('/').rpartition('/')[2] or 'web'}", "dataset": str(folder)} for folder in folders
-    ]
+    sources: list[Settings] = []
+    for folder in folders:
+        place = str(folder).rstrip("/")
+        sources.append({"name": place.rpartition("/")[2] or "web", "dataset": f"{place}-adopted"})
+        given.notes.append(
+            f"adopt the token files: pipeline data adopt {place} --format ds --to {place}-adopted "
+            "--tokenizer tokenizer.json"
+        )
     if isinstance(weights, list) and len(weights) == len(sources):
         sources = [source | {"weight": weight} for source, weight in zip(sources, weights, strict=True)]
     return {"data.sources": sources}
@@ -136,14 +140,16 @@ def _batch_product(given: Given, row: SettingRow) -> Settings:
 
 def _nanotron_decay(given: Given, row: SettingRow) -> Settings:
     start, length = (given.number(key) for key in row.keys)
-    whole = given.number("tokens.train_steps")
-    if start is None or length is None:
+    whole, warmup = given.number("tokens.train_steps"), given.number("lr_warmup_steps") or 0
+    if start is None and length is None:
         return {}
+    start = warmup if start is None else start
+    length = (whole or start) - warmup if length is None else length
     if whole and start + length != whole:
         raise Left(
             f"it ends at step {start + length} and the run at {whole}; here it ends with the run", "train.schedule.type"
         )
-    if start > (given.number("lr_warmup_steps") or 0):
+    if start > warmup:
         if given.get("lr_decay_style") != "linear":
             raise Left("here the decay of wsd is linear", "train.schedule.type")
         return {"train.schedule.type": "wsd", "train.schedule.decay": steps(length)}
@@ -207,6 +213,28 @@ def _length(of: str) -> Rule:
     return rule
 
 
+def _is_wsd(given: Given) -> bool:
+    return str(given.get("train_module.scheduler._CLASS_")).endswith("WSD")
+
+
+def _olmo_min_ratio(given: Given, row: SettingRow) -> Settings:
+    share, least = (given.number(key) for key in row.keys)
+    if not _is_wsd(given):
+        return {"train.schedule.min_ratio": Of(share, row.keys[0])}
+    ratio = least / given.need("train_module.optim.lr") if least else 0.0
+    return {"train.schedule.min_ratio": float(f"{ratio:.12g}")}
+
+
+def _olmo_decay(given: Given, row: SettingRow) -> Settings:
+    if not _is_wsd(given):
+        return {}
+    found = _length("train.schedule.decay")(given, row)
+    if found:
+        return found
+    whole = given.need("trainer.max_duration.value")
+    return {"train.schedule.decay": f"{round(0.1 * whole)} {given.get('trainer.max_duration.unit')}"}
+
+
 def _data_parallel(given: Given, row: SettingRow) -> Settings:
     kind = _first(given, row)
     if kind == "ddp":
@@ -258,7 +286,8 @@ OTHERS: dict[SuiteName, dict[str, Rule]] = {
         "micro_batch_size": _micro_batch_size,
         "schedule": _schedule,
         "warmup": _length("train.schedule.warmup"),
-        "decay": _length("train.schedule.decay"),
+        "decay": _olmo_decay,
+        "min_ratio_of_class": _olmo_min_ratio,
         "data_parallel": _data_parallel,
         "layout": pairs("parallel.tp", "parallel.ep"),
         "recompute": _recompute,

@@ -36,23 +36,38 @@ class Given:
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self._values, self._defaults = values, defaults
-        self._suffixes: dict[str, str] = {}
+        self._suffixes: dict[str, list[str]] = {}
         for name in values:
             parts = name.split(".")
             for at in range(len(parts)):
-                self._suffixes.setdefault(".".join(parts[at:]), name)
+                self._suffixes.setdefault(".".join(parts[at:]), []).append(name)
         self.used: set[str] = set()
         self.notes: list[str] = []
         """For the user: what a rule could not do."""
 
     def find(self, key: str) -> str | None:
         """Full name of a setting that was given; its first sections may be left out."""
-        return key if key in self._values else self._suffixes.get(key)
+        names = self._suffixes.get(key)
+        if names is None or key in self._values:
+            return key if names else None
+        return min(names, key=lambda name: ("optim" not in name, name.count(".")))
+
+    def _note_others(self, key: str, name: str) -> None:
+        """Say it where a short name fits several settings with different values."""
+        others = [each for each in self._suffixes[key] if self._values[each] not in (None, self._values[name])]
+        text = f"{key}: {name} is taken; there is {', '.join(others[:3])} too"
+        if others and key != name and text not in self.notes:
+            self.notes.append(text)
 
     def is_given(self, key: str) -> bool:
         """True if it was."""
         name = self.find(key)
         return name is not None and self._values[name] is not None
+
+    def is_null(self, key: str) -> bool:
+        """True if it was written down as null."""
+        name = self.find(key)
+        return name is not None and self._values[name] is None
 
     def is_other(self, key: str) -> bool:
         """True if it was given, with another value than the default."""
@@ -65,8 +80,14 @@ class Given:
         if name is not None:
             self.used.add(name)
             value = self._values[name]
+            self._note_others(key, name)
         value = self._defaults.get(key) if value is None else value
         return otherwise if value is None else value
+
+    def first(self, keys: Sequence[str]) -> Of | None:
+        """The value of the first key that was given, else of the first that has a default; all count as looked at."""
+        found = [Of(value, key) for key in keys if (value := self.get(key)) is not None]
+        return next((each for each in found if self.is_given(each.key)), found[0] if found else None)
 
     def look_at(self, keys: Sequence[str]) -> None:
         """Count settings as looked at."""
@@ -99,9 +120,9 @@ def _simple(convert: Callable[[Any], Any]) -> Rule:
     """A rule for one value, which goes to the key that the row names."""
 
     def rule(given: Given, row: SettingRow) -> Settings:
-        found = [Of(value, key) for key in row.keys if (value := given.get(key)) is not None]
+        found = given.first(row.keys)
         assert row.to is not None
-        return {row.to: Of(convert(found[0].value), found[0].key)} if found else {}
+        return {row.to: Of(convert(found.value), found.key)} if found else {}
 
     return rule
 
@@ -137,8 +158,10 @@ def _optimizer(given: Given, row: SettingRow) -> Settings:
     names = {"lr": "lr", "eps": "eps", "weight_decay": "weight_decay", "betas": "betas", "clip_grad": "clip_norm"}
     found = {}
     for key in row.keys:
-        if (value := given.get(key)) is not None:
-            found[f"train.optimizer.{names[key.rpartition('.')[2]]}"] = Of(value, key)
+        value, to = given.get(key), names[key.rpartition(".")[2]]
+        is_off = to == "clip_norm" and (value == 0 or given.is_null(key))
+        if value is not None or is_off:
+            found[f"train.optimizer.{to}"] = Of(None if is_off else value, key)
     return found
 
 

@@ -122,9 +122,10 @@ def translate(name: SuiteName, values: dict[str, Any]) -> Translation:
                 _set(found, suite, given, path, value, _keys_of(suite, path))
             else:
                 _set(found, suite, given, path, value, row.keys)
-    for each, value in values.items():
-        if each not in given.used and each not in suite.ignored and given.is_other(each) and value is not False:
-            found.unknown.append(f"{_named(suite, each)}{_short(value)}")
+    unknown = [each for each in values if not (each in given.used or each in suite.ignored) and given.is_other(each)]
+    found.unknown += [f"{_named(suite, each)}{_short(values[each])}" for each in unknown if values[each] is not False]
+    if off := [_named(suite, each) for each in unknown if values[each] is False]:
+        found.unknown.append(f"false: {', '.join(off)}")
     found.notes += given.notes
     for path, value in _TO_SET.items():
         if path not in found.values:

@@ -194,6 +194,44 @@ def test_scripts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("script", "expected", "says"),
+    [
+        ("--save ${M##*/} \\\n--a run#3 \\\n--lr 1 # --b\n", {"save": "${M##*/}", "a": "run#3", "lr": 1}, ""),
+        ('ARGS="$ARGS --lr 1"\nARGS+=" --seed 2"\nrun --bf16 $ARGS', {"lr": 1, "seed": 2, "bf16": True}, ""),
+        ('cmd="torchrun p.py ${O} --lr 1"; eval $cmd', {"lr": 1}, "the options in ${O} are not known"),
+        ("if x; then LR=1; else LR=2; fi\nrun --lr $LR", {"lr": 2}, "LR is set to 1 and to 2, which is taken"),
+        ("A=1\nA=$A/b\nA+=c\nrun --save $A", {"save": "1/bc"}, ""),
+        ("run --disable-bias-linear\necho done", {"add_bias_linear": False}, ""),
+        ("run --swiglu --seed 1 2>&1 | tee log", {"swiglu": True, "seed": 1}, ""),
+        ("run --log-x 2>&1 | tee log", {"log_x": True}, ""),
+        ("run --log-x $EXTRA_ARGS", {"log_x": True}, "the options in $EXTRA_ARGS are not known"),
+        ("run --seed 1 --bf16 $EXTRA", {"seed": 1, "bf16": True}, "the options in $EXTRA are not known"),
+        ("run --seed x2>log", {"seed": "x2"}, ""),
+        ("run --seed $(nproc)", {"seed": "$"}, "--seed: the value of $(...) is not known"),
+        ("A='\n--lr 1\n--seed\n2'\nrun $A", {"lr": 1, "seed": 2}, ""),
+        ("A=(\n--lr 1 # x\n--seed\n2\n)\nrun ${A[@]}", {"lr": 1, "seed": 2}, ""),
+        (
+            "python prep.py --lr 7\npython pretrain.py --lr 1\npython eval.py --lr 3",
+            {"lr": 1},
+            "of another command are not read, that of eval.py",
+        ),
+        ("A='--lr 1'\nA='--lr 2'", {"lr": 2}, "--lr: given as 1 and as 2, which is taken"),
+    ],
+)
+def test_lines_of_scripts(tmp_path: Path, script: str, expected: dict[str, Any], says: str) -> None:
+    (tmp_path / "run.sh").write_text(script)
+    values, notes = read_values("megatron", [str(tmp_path / "run.sh")])
+    assert values == expected
+    assert says in "\n".join(notes) if says else notes in ([], ["--save: the value of ${M is not known; write it in"])
+
+
+def test_variables_that_double(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("A=0123456789\n" + "A=$A$A\n" * 60 + "run --save $A")
+    with pytest.raises(UserError, match="values of variables"):
+        read_values("megatron", [str(tmp_path / "run.sh")])
+
+
+@pytest.mark.parametrize(
     ("suite", "text", "says"),
     [
         ("nemo", "a: &a [1]\nb: [*a, *a]\n", "aliases"),
@@ -224,3 +262,89 @@ def test_nothing_in_a_file_becomes_more_than_a_text(tmp_path: Path) -> None:
     for value in ("x", -1, [], {}, [[1]], float("nan"), 10**400, None, True):
         names = [key for row in read_suite("megatron").rows() for key in row.keys]
         yaml.safe_load(written(translate("megatron", dict.fromkeys(names, value)), read_suite("megatron")))
+
+
+def test_samples_are_tokens_while_the_batch_grows() -> None:
+    ramp = "--rampup-batch-size 16 8 1000 --global-batch-size 64 --seq-length 128".split()
+    samples = "--train-samples 6400 --lr-warmup-samples 640".split()
+    found, _ = translated("megatron", *ramp, *samples)
+    assert found["train.duration"] == f"{6400 * 128} tokens" and found["train.schedule.warmup"] == f"{640 * 128} tokens"
+    found, _ = translated("megatron", *ramp[4:], *samples)
+    assert found["train.duration"] == "100 steps" and found["train.schedule.warmup"] == "10 steps"
+
+
+def test_arguments_with_a_condition() -> None:
+    found, _ = translated("megatron", "--data-path", "/a", "/b")
+    assert [source.get("weight") for source in found["data.sources"]] == [None, None]
+    wsd = "--lr-decay-style WSD --lr-wsd-decay-iters 10".split()
+    found, text = translated("megatron", *wsd)
+    assert found["train.schedule.decay"] == "???" and "(10 steps) is exponential there" in text
+    found, text = translated("megatron", *wsd, "--lr-wsd-decay-style", "linear")
+    assert found["train.schedule.decay"] == "10 steps" and "lr-wsd-decay-style" not in text
+    found, text = translated("megatron", "--save", "/a", "--load", "/b")
+    assert found["run.dir"] == "/a" and "train.init_from: --load /b is another folder" in text
+    found, text = translated("megatron", "--reset-position-ids")
+    assert "model.document_attention" not in found and "positions begin anew" in text
+    found, _ = translated("megatron", "--reset-position-ids", "--reset-attention-mask")
+    assert found["model.document_attention"] is True
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4".split()
+    found, _ = translated("megatron", *small, "--use-rotary-position-embeddings")
+    assert found["model.positions"] == "rope" and found["model.layers"] == 2
+
+
+def _of_text(suite: SuiteName, text: str, path: Path) -> tuple[dict[str, Any], str]:
+    path.write_text(text)
+    return translated(suite, str(path))
+
+
+def test_defaults_of_suites(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    found, _ = _of_text("torchtitan", "[compile]\nenable = true\n", path)
+    assert found["train.compile"] is True
+    found, _ = _of_text("nemo", "optim:\n  config: {adam_beta1: 0.8, clip_grad: 0.0, lr: 3e-5}\n", path)
+    assert found["train.optimizer.betas"] == [0.8, 0.999] and found["train.optimizer.weight_decay"] == 0.01
+    assert found["train.optimizer.clip_norm"] is None and found["train.optimizer.lr"] == 3e-5
+    rest = '"trainer": {"max_duration": {"value": 1000, "unit": "steps"}}}'
+    scheduler = '{"train_module": {"optim": {"lr": 0.5}, "scheduler": {"_CLASS_": "x.WSD", "warmup": 10%s}}, ' + rest
+    found, _ = _of_text("olmo", scheduler % "", path)
+    assert found["train.schedule.decay"] == "100 steps" and found["train.schedule.min_ratio"] == 0.0
+    found, _ = _of_text("olmo", scheduler % ', "decay_min_lr": 0.05, "decay": 20', path)
+    assert found["train.schedule.decay"] == "20 steps" and found["train.schedule.min_ratio"] == 0.1
+
+
+def test_decay_of_nanotron(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    text = (
+        "tokens: {train_steps: 100}\noptimizer:\n  learning_rate_scheduler: {lr_decay_style: %s, lr_warmup_steps: 10, "
+    )
+    found, _ = _of_text("nanotron", text % "linear" + "lr_decay_starting_step: 80, lr_decay_steps: 20}", path)
+    assert found["train.schedule.type"] == "wsd" and found["train.schedule.decay"] == "20 steps"
+    found, shown = _of_text("nanotron", text % "linear" + "lr_decay_starting_step: 80, lr_decay_steps: null}", path)
+    assert found["train.schedule.type"] == "???" and "it ends at step 170" in shown
+    found, _ = _of_text("nanotron", text % "cosine" + "lr_decay_steps: 90}", path)
+    assert found["train.schedule.type"] == "cosine"
+    found, _ = _of_text("nanotron", text % "cosine" + "lr_decay_steps: 50}\n  clip_grad: null", path)
+    assert found["train.optimizer.clip_norm"] is None
+    assert found["train.schedule.type"] == "???"
+
+
+def test_short_names_that_fit_several_settings(tmp_path: Path) -> None:
+    found, text = _of_text("nemo", "a: {weight_decay: 3}\noptim:\n  config: {weight_decay: 0.2}\n", tmp_path / "file")
+    assert found["train.optimizer.weight_decay"] == 0.2
+    assert "optim.config.weight_decay is taken; there is a.weight_decay too" in text and "a.weight_decay 3" in text
+    _, text = _of_text("nemo", "fancy: false\nother: false\n", tmp_path / "file")
+    assert "false: fancy, other" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["a" + ".a" * 70 + ": 1\n", "a" * 600 + ": 1\n", "".join(f"a{n}: 1\n" for n in range(20_001))]
+)
+def test_settings_that_are_too_many(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(UserError, match=r"letters or 64 sections|more than 20,000 settings"):
+        read_values("nemo", [str(tmp_path / "file")])
+
+
+def test_a_name_of_an_option_that_is_too_long() -> None:
+    with pytest.raises(UserError, match="64 sections"):
+        read_values("megatron", ["--a" + ".a" * 70, "1"])
