@@ -40,6 +40,7 @@ class SideBySide:
 
     Attributes:
         length: tokens of a window.
+        longest: tokens of the longest window of both models.
         tolerance: see `CheckOptions`.
         positions: number of them.
         targets: of these with a next token.
@@ -53,6 +54,7 @@ class SideBySide:
     """
 
     length: int
+    longest: int
     tolerance: float
     positions: int = 0
     targets: int = 0
@@ -126,7 +128,7 @@ def check(a: Path, b: Path, options: CheckOptions, console: Console) -> bool | N
                     "is --tokenizer that of both models?"
                 )
         tolerance = TOLERANCE[options.dtype] if options.tolerance is None else options.tolerance
-        found = SideBySide(length, tolerance)
+        found = SideBySide(length, longest, tolerance)
         _compare(found, models, ids, tokenizer, console)
     _print(sides, models, found, options, console)
     return not found.beyond
@@ -161,6 +163,8 @@ def _device(name: str) -> torch.device:
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"--device {name}: {str(error).splitlines()[0]}") from None
+    if device.type == "meta":
+        raise UserError(f"--device {name} has no numbers to compare; give cpu or cuda")
     return device
 
 
@@ -240,6 +244,11 @@ def _print(
     table.add_row("positions beyond the tolerance", "", "", f"{found.beyond:,} of {found.positions:,}")
     print_table(console, table)
     say(console, f"{found.positions:,} tokens of {options.text} in windows of {found.length:,}, in {options.dtype}.")
+    if (seen := min(found.length, found.positions)) < found.longest:
+        say(
+            console,
+            f"Positions beyond {seen:,} of a context were not compared, nor windows of attention that begin there.",
+        )
     if models[0].vocab_size != models[1].vocab_size:
         common = min(model.vocab_size for model in models)
         say(

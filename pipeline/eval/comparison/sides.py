@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from pipeline import DISTRIBUTION
@@ -227,8 +226,11 @@ class _HuggingFace(ComparedSide):
 
         try:
             return AutoConfig.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"transformers cannot read {self.folder / HF_CONFIG}: {error}") from None
+        except Exception as error:  # a wrong value can be any error there
+            raise UserError(
+                f"transformers cannot read {self.folder / HF_CONFIG}: {_named(error)}; correct it, or "
+                "give another folder"
+            ) from None
 
     @property
     def positions(self) -> int:
@@ -244,13 +246,18 @@ class _HuggingFace(ComparedSide):
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+        # A config.json may name kernels, which transformers would download and run.
+        options |= {"attn_implementation": "eager", "experts_implementation": "eager"}
         try:
             found: Any = AutoModelForCausalLM.from_pretrained(
                 self.folder, config=self._config, dtype=dtype, output_loading_info=True, **options
             )
-        except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-            raise UserError(f"transformers cannot load {self.folder}: {error}") from None
+        except Exception as error:  # as above
+            raise UserError(
+                f"transformers cannot load {self.folder}: {_named(error)}; correct its config.json, copy its "
+                "files again, or give another folder"
+            ) from None
         model, info = found
         # transformers draws weights that the files lack.
         for key in ("missing_keys", "mismatched_keys"):
@@ -262,6 +269,11 @@ class _HuggingFace(ComparedSide):
         """See `ComparedSide`."""
         found = HuggingFaceFolder(self.folder)
         return found.tensors, found.read
+
+
+def _named(error: Exception) -> str:
+    """An error of another package in a line: some are nothing but the name of a key."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
 
 
 class _Transformers:

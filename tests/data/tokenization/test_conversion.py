@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from pipeline.cli.main import app
 from pipeline.common.errors import UserError
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.tokenization.conversion.from_bytes import PATTERNS, PUBLISHED, alphabet, from_tiktoken
+from pipeline.data.tokenization.conversion.from_pieces import from_pieces
 from pipeline.data.tokenization.conversion.merge_order import ordered_merges
 from pipeline.data.tokenization.conversion.piece_file import MAX_PIECE, read_pieces
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -93,6 +95,30 @@ def test_symbols_of_the_user_and_spaces_that_are_removed(tmp_path: Path) -> None
     assert [names[i] for i in own.encode("  [x]ab   [xy]  ")] == ["[x]", "ab", SPACE, "[xy]"]
 
 
+@pytest.mark.parametrize("prefix", [0, 1])
+@pytest.mark.parametrize("removed", [0, 1])
+def test_spaces_and_their_mark_in_all_orders(tmp_path: Path, prefix: int, removed: int) -> None:
+    """SentencePiece removes spaces before it replaces them, but those at the end after that."""
+    pieces = [*scored(PIECES), (f"{SPACE}a", -2.5, made.NORMAL)]
+    data = made.model(pieces, normalizer=made.flag(3, prefix) + made.flag(4, removed))
+    file = write(tmp_path / "a.model", data)
+    assert run(file, tmp_path / "t.json", "--unproven")[0] == 0
+    own = loaded(tmp_path / "t.json")
+    texts = ["".join(each) for n in range(7) for each in itertools.product(("a", " ", SPACE), repeat=n)]
+    hard = from_pieces(data, file).hard
+    assert {each for each in texts if 0 < len(each) < 6} <= {*hard}, "the proof compares them"
+    entries, scores = [name for name, _, _ in pieces], {name: score for name, score, _ in pieces[3:]}
+    expected = []
+    for text in texts:
+        plain = re.sub(" +", " ", text.lstrip(" ")) if removed else text
+        plain = (SPACE * bool(plain and prefix) + plain).replace(" ", SPACE)
+        plain = plain.rstrip(SPACE) if removed else plain
+        expected.append([entries.index(each) for each in made.joined([*plain], scores)])
+    assert [each.tolist() for each in own.encode_batch(texts)] == expected
+    spm = pytest.importorskip("sentencepiece")
+    assert spm.SentencePieceProcessor(model_proto=data).encode(texts) == expected
+
+
 CANNOT = {
     "truncated": (made.model(scored(PIECES))[:-3], "truncated|middle of a number"),
     "no model": (b"PK\x03\x04 something else", "wire type|truncated|field"),
@@ -109,6 +135,10 @@ CANNOT = {
     "pieces of the type unused": (made.model([*scored(["a"]), ("b", 0.0, made.UNUSED)]), "UNUSED"),
     "spaces behind words": (made.model(scored(["a"]), trainer=made.flag(24, 1)), "treat_whitespace_as_suffix"),
     "spaces that stay": (made.model(scored(["a"]), normalizer=made.flag(5, 0)), "escape_whitespaces"),
+    "a symbol that ends with a space": (
+        made.model([*scored(["a"]), (f"a{SPACE}", 0.0, made.USER_DEFINED)], normalizer=made.flag(3, 0)),
+        "a symbol of its own that ends with",
+    ),
     "words": (made.model(scored(["a"]), trainer=made.flag(3, 3)), "model_type is word"),
     "characters": (made.model(scored(["a"]), trainer=made.flag(3, 4)), "model_type is char"),
     "no end": (made.model(scored(["a"]), trainer=made.flag(42, 1)), "give --end-of-document, like"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, modeling_utils
 from typer.testing import CliRunner
 
 from pipeline.cli.main import app
@@ -89,6 +90,7 @@ def test_a_conversion_and_what_it_was_made_of(folder: Path, monkeypatch: pytest.
     assert code == 0 and "Equal within --tolerance 0.0001" in text, text
     assert "pretraining-pipeline 0" in text and "transformers" in text
     assert f"{len(TEXT):,} tokens" in text and "windows of 48" in text and "0 of 348" in text
+    assert "not compared" not in text, "all positions were compared"
     # Chunks of three positions give the same, and so does the loss of transformers itself.
     monkeypatch.setattr(compare, "_CHUNK_BYTES", 4 * 100 * 3)
     chunked = check(folder, "ours", "hf")
@@ -134,10 +136,12 @@ def test_vocabularies_of_other_sizes(folder: Path) -> None:
 
 def test_what_cannot_be_compared(folder: Path, tmp_path: Path) -> None:
     assert "48 positions; give at most" in check(folder, "ours", "hf", "--length", 49)[1]
-    assert "windows of 7," in check(folder, "ours", "hf", "--length", 7)[1]
+    text = check(folder, "ours", "hf", "--length", 7)[1]
+    assert "windows of 7," in text and "Positions beyond 7 of a context were not compared" in text
     assert "there is no folder" in check(folder, "none", "hf")[1]
     assert "has no weights" in check(folder, "ours", ".")[1]
     assert "--device" in check(folder, "ours", "hf", "--device", "nonsense")[1]
+    assert "--device meta has no numbers" in check(folder, "ours", "hf", "--device", "meta")[1]
     (tmp_path / "text").write_text("a")
     assert "has 1 tokens" in run("check", folder / "ours", folder / "hf", "--text", tmp_path / "text")[1]
     shutil.copytree(folder / "hf", tmp_path / "hf")
@@ -155,6 +159,50 @@ def test_what_cannot_be_compared(folder: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     code, text = run(*words, "--tokenizer", folder / "hf")
     assert code == 2 and "transformers cannot load" in text, text
+
+
+def changed_config(folder: Path, to: Path, **changes: Any) -> Path:
+    """A copy of a model with other values in its config.json."""
+    shutil.copytree(folder / "hf", to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | changes))
+    return to
+
+
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "type": ({"hidden_size": "24"}, "cannot read.*expected int, got str"),
+    "heads": ({"num_attention_heads": 5}, "cannot read.*not a multiple"),
+    "no heads": ({"num_attention_heads": 0}, "cannot read.*ZeroDivisionError"),
+    "kind": ({"model_type": ["llama"]}, "cannot read.*unhashable"),
+    "activation": ({"hidden_act": "nonsense"}, "cannot load.*KeyError: 'nonsense'"),
+    "dtype": ({"dtype": "nonsense"}, "cannot .*has no attribute 'nonsense'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_a_config_that_transformers_cannot_read_is_named(folder: Path, tmp_path: Path, case: str) -> None:
+    changes, reason = BAD_CONFIGS[case]
+    bad = changed_config(folder, tmp_path / "bad", **changes)
+    code, text = check(folder, "ours", bad)
+    assert code == 2 and str(bad) in text and "give another folder" in text, text
+    assert re.search(reason, text), text
+
+
+def test_kernels_that_a_config_names_are_not_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*words: object, **options: object) -> None:
+        raise AssertionError("a kernel is loaded")
+
+    monkeypatch.setattr(modeling_utils, "lazy_import_flash_attention", refuse)
+    named = {"attn_implementation": "org/kernel", "experts_implementation": "deepgemm"}
+    named |= {f"_{key}_internal": value for key, value in named.items()}
+    other = changed_config(folder, tmp_path / "other", **named)
+    code, text = check(folder, "ours", other)
+    assert code == 0 and "Equal within" in text, text
+    # transformers itself would load it.
+    with pytest.raises(AssertionError, match="a kernel is loaded"):
+        LlamaForCausalLM.from_pretrained(other)
 
 
 def test_without_the_package_only_sums_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

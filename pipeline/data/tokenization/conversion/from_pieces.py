@@ -6,6 +6,7 @@ import base64
 import re
 import unicodedata
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,12 @@ def from_pieces(data: bytes, file: Path) -> Converted:
         package="sentencepiece",
         end=model.end if has_end else None,
         pieces=[piece.text.replace(SPACE, " ") for piece in model.pieces],
-        hard=[*run_texts({word.replace(SPACE, " "): most for word, most in runs.items()}), *_symbols(own), *_marked()],
+        hard=[
+            *run_texts({word.replace(SPACE, " "): most for word, most in runs.items()}),
+            *_symbols(own),
+            *_spaced(),
+            *_marked(),
+        ],
         doubts=doubts,
     )
 
@@ -114,6 +120,8 @@ def _refuse(model: PieceModel, file: Path) -> None:
         not in (BPE, UNIGRAM),
         "it has treat_whitespace_as_suffix": model.spaces_behind,
         "it has escape_whitespaces: false": not model.escape_spaces,
+        f"it has remove_extra_whitespaces and a symbol of its own that ends with {SPACE}": model.remove_spaces
+        and any(piece.type == USER_DEFINED and piece.text.endswith(SPACE) for piece in model.pieces),
         "it has pieces of the type UNUSED": any(piece.type == UNUSED for piece in model.pieces),
         "it has a symbol of one character that is not for text": any(
             piece.type in (CONTROL, UNKNOWN, BYTE) and len(piece.text) == 1 for piece in model.pieces
@@ -165,7 +173,10 @@ def _normalizer(model: PieceModel, own: list[str]) -> dict[str, Any]:
     if model.charsmap:
         steps.append({"type": "Precompiled", "precompiled_charsmap": base64.b64encode(model.charsmap).decode()})
     if model.remove_spaces:
-        steps.append(_replace({"Regex": r"\A +|(?<! ) +\z"}, ""))
+        # SentencePiece removes spaces at the start before it replaces them, and at the end after that: a mark of the
+        # text itself goes there, too.
+        ends = f"[ {SPACE}]"
+        steps.append(_replace({"Regex": rf"\A{ends}+\z|\A +|(?<!{ends}){ends}+\z"}, ""))
         steps.append(_replace({"Regex": " {2,}"}, " "))
     steps.append(_replace({"String": " "}, SPACE))
     if model.dummy_prefix and own:
@@ -202,6 +213,12 @@ def _symbols(own: list[str]) -> Iterator[str]:
             f"{text}{text} x",
             f"{text}\u0301",
         )
+
+
+def _spaced() -> Iterator[str]:
+    """Spaces, and the mark that replaces them, in all orders around a letter."""
+    for length in range(1, 6):
+        yield from map("".join, product(("a", " ", SPACE), repeat=length))
 
 
 def _marked() -> Iterator[str]:
