@@ -20,6 +20,7 @@ _ALL_OF = re.compile(r"\$\{\w+\[[@*]\]\}")
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
 _HAS_OPTIONS = re.compile(r"(?:^|\s)--\w")
 _NAME_OF_OPTIONS = re.compile(r".*(ARGS|OPTS|OPTIONS|FLAGS|PARAMS)", re.IGNORECASE)
+_LONGEST_WORD = 2**16
 _MOST_FILLED = 2**24
 _FLAGS = frozenset(
     {
@@ -82,6 +83,8 @@ def words_of(text: str, lines: bool = True) -> Iterator[str]:
         if set(word) <= set(_PUNCTUATION):
             yield _END if set(word) & set(";|&") and not set(word) & set("<>") else ""
         else:
+            if len(word) > _LONGEST_WORD:
+                raise UserError(f"a word has more than {_LONGEST_WORD:,} letters; write the options out")
             yield word
 
 

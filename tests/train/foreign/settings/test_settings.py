@@ -348,3 +348,9 @@ def test_settings_that_are_too_many(tmp_path: Path, text: str) -> None:
 def test_a_name_of_an_option_that_is_too_long() -> None:
     with pytest.raises(UserError, match="64 sections"):
         read_values("megatron", ["--a" + ".a" * 70, "1"])
+
+
+def test_a_word_without_an_end_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("run --lr " + "${a:-" * 100_000)
+    with pytest.raises(UserError, match="a word has more than"):
+        read_values("megatron", [str(tmp_path / "run.sh")])
