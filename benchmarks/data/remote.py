@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-BATCH, LENGTH = 8, 1024
+BATCH, LENGTH = 8, 4096
 BUCKET = "corpus"
 ACCESS = {"concurrency": 8}
 

@@ -134,7 +134,7 @@ def page(name: str, text: str) -> str:
     """A page of `docs/` with its tables replaced.
 
     Args:
-        name: Of its file.
+        name: Of its file, below `docs/`.
         text: As it is now.
     """
     return with_tables(text, PAGES[name]())
@@ -147,7 +147,7 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
         "schedules": schedules(),
         "tested": tested(),
     },
-    **{read_suite(name).page: read_suite(name).written for name in get_args(SuiteName)},
+    **{f"coming-from/{read_suite(name).page}": read_suite(name).written for name in get_args(SuiteName)},
     "model.md": lambda: {"features": features()},
     "objectives.md": pictures,
     "curation-rules.md": curation,
@@ -155,9 +155,10 @@ PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "huggingface.md": lambda: {"families": families(), "tensors": tensors()},
     "slurm.md": lambda: {"profile": keys(SiteConfig), "resources": keys(ResourcesConfig)},
 }
-"""File name -> its tables by the name of their place."""
+"""File below `docs/` -> its tables by the name of their place."""
 
 
 if __name__ == "__main__":
     for target in map(Path, sys.argv[1:]):
-        put(target, page(target.name, target.read_text(encoding="utf-8")).encode())
+        name = next(each for each in PAGES if target.absolute().as_posix().endswith(f"/{each}"))
+        put(target, page(name, target.read_text(encoding="utf-8")).encode())

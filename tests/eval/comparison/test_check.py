@@ -37,6 +37,9 @@ SHAPE: dict[str, Any] = {
 }
 
 
+pytestmark = pytest.mark.guard  # transformers computes in most of them
+
+
 def write_tokenizer(folder: Path) -> Path:
     """One token for each letter."""
     vocab = {token: i for i, token in enumerate([*LETTERS, "<|end|>", "<unk>"])}

@@ -98,6 +98,7 @@ WITH_DATA = [
 ELSEWHERE = {
     ("preprocess", "added files"): "tests/data/preprocess/test_grow.py",
     ("preprocess", "decisions of the curation"): "tests/data/curate/results/test_results.py",
+    ("train", "mirror of checkpoints"): "tests/train/checkpoint/mirror/test_mirrored_run.py",
     ("train", "learning rate where the run resumes"): "tests/train/test_schedule_seam.py",
     ("train", "model"): "a vocabulary of unknown size, which no stage before it leaves",
     ("eval", "names of eval.harness.tasks"): "tests/eval/tasks/test_harness.py",

@@ -13,7 +13,7 @@ from pipeline.train.distributed.process_group import of_environment
 from pipeline.train.start.open_run import refuse_separate_folders
 from tests.train.distributed.ranks import Ranks
 
-pytestmark = pytest.mark.parallel
+pytestmark = [pytest.mark.parallel, pytest.mark.guard]
 
 
 def start(root: Path, shared: bool) -> str:

@@ -24,7 +24,7 @@ QUICK = (
 """Of the rows with cp, recomputation, compiled layers, overlapped communication or replicas of a pipeline those that
 are not slow tests."""
 COVERING = (
-    *("tp2", "hsdp2x2-keep", "pp2-zbv-fsdp2-keep"),
+    *("tp2", "pp2-zbv-fsdp2-keep"),
     *("pp2-interleaved_1f1b", "reshard-cp2-all_gather", "reshard-cp2-ulysses"),
 )
 """Of those that are not slow the ones that have no mark: every axis, and a pair of axes. The rest is guard tests."""
@@ -69,7 +69,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(row, "latent", id=f"{row.name}-latent", marks=mark)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("row", "family"), list(cases()))
 def test_a_layout_computes_what_one_process_does(
     families: Path, processes: Callable[[int], Ranks], row: Combination, family: str

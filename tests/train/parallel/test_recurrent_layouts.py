@@ -23,9 +23,9 @@ from tests.train.planning.steps import case_config, of_case
 pytestmark = pytest.mark.parallel
 
 
-COVERING = ("reshard-cp2-all_gather",)
+COVERING = ()
 """Rows without a mark."""
-GUARD = ("tp2", "reshard-cp2-ulysses", "fsdp2-keep-tp2")
+GUARD = ("reshard-cp2-all_gather", "tp2", "reshard-cp2-ulysses", "fsdp2-keep-tp2")
 """Those of guard tests. The rest are slow."""
 
 

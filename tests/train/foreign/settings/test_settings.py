@@ -56,7 +56,7 @@ def test_rows_have_rules_and_keys(suite: SuiteName) -> None:
         assert row.to is None or row.to in known, row
         assert row.rule is None or row.keys, row
     page_of = DOCS / read_suite(suite).page
-    assert page(page_of.name, page_of.read_text()) == page_of.read_text(), "run make docs"
+    assert page(f"coming-from/{page_of.name}", page_of.read_text()) == page_of.read_text(), "run make docs"
 
 
 EXPECTED: dict[SuiteName, dict[str, Any]] = {
