@@ -30,7 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-BATCH, LENGTH = 8, 4096
+BATCH = 8
+LENGTH = int(os.environ.get("LENGTH", "4096"))
+"""Tokens of a window; the processes that this one starts have it from the environment."""
 BUCKET = "corpus"
 ACCESS = {"concurrency": 8}
 
@@ -137,7 +139,7 @@ def prepare(work: Path, parts: int, tokens: int, peer: str | None, server: Any) 
     if not (work / "data").exists():
         write_dataset_of_parts(work / "data" / "a" / "train", parts, tokens)
     push(work / "data", parse_folder(f"s3://{BUCKET}/sets"), RemoteAccess(), Console(quiet=True))
-    windows = (Dataset.open(work / "data" / "a" / "train").tokens - 1) // LENGTH
+    windows = (Dataset.open(work / "data" / "a" / "train").tokens - 1) // int(os.environ["LENGTH"])
     if peer:
         shutil.rmtree(work / "mds", ignore_errors=True)
         run([peer, __file__, "--shards", str(windows), "--work", str(work)], {})
@@ -162,6 +164,7 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4_000_000, help="of a part")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of a window")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--shards", type=int, help=argparse.SUPPRESS)
@@ -174,6 +177,7 @@ def main() -> None:
     from tests.common.objects.faults import faults
     from tests.common.objects.seaweed import environment, seaweed
 
+    os.environ["LENGTH"] = str(given.length)
     given.work.mkdir(parents=True, exist_ok=True)
     sides = [side for side in SIDES if side != "streaming" or given.peer_python]
     shutil.rmtree(given.work / "server", ignore_errors=True)
