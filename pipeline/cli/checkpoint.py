@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from pipeline.cli.arguments import AsJson, Overrides, RunOrFolder, Step, shard_bytes
-from pipeline.cli.mirrors import fetched, mirror_url
+from pipeline.cli.mirrors import fetched
 from pipeline.common.console import Console, echo
 from pipeline.common.errors import EXIT_OTHER, UserError
+from pipeline.common.objects.urls import url_of_path
 
 if TYPE_CHECKING:
     from pipeline.config import Config
@@ -38,7 +39,7 @@ MaxShard = Annotated[
 @checkpoint_app.command("list")
 def checkpoint_list(run: RunOrFolder, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Show a run's checkpoints: step, time, size, parent, attempt, layout, and whether their files are all there."""
-    if url := mirror_url(run):
+    if url := url_of_path(run):
         from pipeline.train.export import commands
 
         rows = commands.mirror_rows(url)
@@ -61,7 +62,7 @@ def checkpoint_show(
     as_json: AsJson = False,
 ) -> None:
     """Show what is in a checkpoint: where it comes from, what it was made with, its tensors."""
-    if url := mirror_url(run):
+    if url := url_of_path(run):
         from pipeline.train.export import commands
 
         with commands.mirror_details(url, step) as there:
@@ -87,7 +88,7 @@ def checkpoint_verify(
     from pipeline.common.console import alarm, say
 
     console = Console()
-    if url := mirror_url(run):
+    if url := url_of_path(run):
         from pipeline.train.export import commands
 
         found = commands.verify_mirror(url, step, console, lambda line: say(console, line))

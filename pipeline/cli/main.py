@@ -31,10 +31,11 @@ from pipeline.cli.curate import curate
 from pipeline.cli.data import data_app
 from pipeline.cli.failures import CommandGroup, report_error, report_mistake
 from pipeline.cli.jobs import add_to
-from pipeline.cli.mirrors import fetched, fetched_report, mirror_url, refuse_mirror
+from pipeline.cli.mirrors import fetched, fetched_report, refuse_mirror
 from pipeline.cli.submitted import submitted
 from pipeline.common.console import Console, echo, flush, say, spell_out_what_cannot_be_encoded
 from pipeline.common.errors import EXIT_OK, EXIT_OTHER, EXIT_REFUSED, UserError
+from pipeline.common.objects.urls import url_of_path
 from pipeline.common.redaction import mask_streams
 from pipeline.common.signals import repeat_lost_interrupts
 from pipeline.train.distributed.rank import begin_rank, is_rank, record_error
@@ -299,7 +300,7 @@ def report(
             raise UserError(f"{option} is only for --live; leave it out, or add --live")
     from pipeline.eval.report.command import report as write
 
-    if any(map(mirror_url, runs)):
+    if any(map(url_of_path, runs)):
         out = out or Path("report.html")
         runs = [fetched_report(run) for run in runs]
     write(runs, Console(), out=out, picture=png)

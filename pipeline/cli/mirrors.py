@@ -6,18 +6,12 @@ from pathlib import Path
 
 from pipeline.common.console import Console
 from pipeline.common.errors import UserError
-
-
-def mirror_url(run: Path) -> str | None:
-    """URL of the mirror that an argument names; None of a path."""
-    from pipeline.config.load import url_of_path  # which imports more than `--help` waits for
-
-    return url_of_path(run)
+from pipeline.common.objects.urls import url_of_path
 
 
 def fetched(run: Path, step: int | None = None) -> Path:
     """A run folder as it is, or of the URL of a mirror one in the cache folder, with the checkpoint of a step."""
-    if (url := mirror_url(run)) is None:
+    if (url := url_of_path(run)) is None:
         return run
     from pipeline.train.checkpoint.mirror.copies import fetch_run
 
@@ -26,7 +20,7 @@ def fetched(run: Path, step: int | None = None) -> Path:
 
 def fetched_report(run: Path) -> Path:
     """A run folder or file as it is, or of the URL of a mirror a folder in the cache, with what reports are made of."""
-    if (url := mirror_url(run)) is None:
+    if (url := url_of_path(run)) is None:
         return run
     from pipeline.train.checkpoint.mirror.copies import fetch_report
 
@@ -35,5 +29,5 @@ def fetched_report(run: Path) -> Path:
 
 def refuse_mirror(run: Path, options: str) -> None:
     """Refuse options that need a run folder where the URL of a mirror is named."""
-    if (url := mirror_url(run)) is not None:
+    if (url := url_of_path(run)) is not None:
         raise UserError(f"{url} is a mirror of checkpoints, of which {options} cannot be used; name a run folder")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -146,3 +147,13 @@ def with_tables(text: str, tables: Mapping[str, str]) -> str:
         assert marker and end, f"the page has no lines {begin} and {_END}"
         text = f"{before}{begin}\n\n{content.rstrip()}\n\n{end}{after}"
     return text
+
+
+def distinct_names(texts: Iterable[str]) -> list[str]:
+    """A name for each text, of letters, digits, `_` and `-`, which no other one has."""
+    names: dict[str, None] = {}
+    for text in texts:
+        name = "".join(letter if letter.isalnum() or letter in "_-" else "-" for letter in text) or "data"
+        tries = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+        names[next(each for each in tries if each not in names)] = None
+    return list(names)

@@ -65,7 +65,7 @@ class RunFiles:
     saves = _Entry("saves.json")
     """Time since the run was saved, where saves fail."""
     mirror = _Entry("mirror.json")
-    """What was uploaded to the mirror of the checkpoints, and since when and why it is behind."""
+    """Newest step in the mirror of the checkpoints; if it is behind, the time since when and the reason."""
     mirror_id = _Entry("mirror-id")
     """Id of the run in its mirror, where that is not the folder's: the run has come from another folder."""
     notified = _Entry("notified.json")

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.imports import packaged_folder
-from pipeline.common.objects.urls import STORES
+from pipeline.common.objects.urls import url_of_path
 from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, LAUNCHER_LOG, RunFiles
 from pipeline.config.parsing.code_keys import note_origins
@@ -189,12 +189,6 @@ def load_run(
     if not (run / RUN_FILE).is_file():
         raise no_run_folder(run)
     return load_written(run / RUN_FILE, overrides, {**(values or {}), "run.dir": os.path.abspath(run)})
-
-
-def url_of_path(path: Path) -> str | None:
-    """The URL of a folder in a bucket that was taken for a path, whose slashes are one then; None of a path."""
-    scheme, _, rest = str(path).partition(":/")
-    return f"{scheme}://{rest.strip('/')}" if scheme in STORES and rest and not path.exists() else None
 
 
 def no_run_folder(path: Path) -> UserError:

@@ -7,12 +7,11 @@ from functools import partial
 from typing import Any
 
 from pipeline.common.objects.access import RemoteAccess
-from pipeline.common.objects.failures import ObjectChanged, Truncated, kind_of
-from pipeline.common.objects.retries import COUNTS, retrying
+from pipeline.common.objects.failures import ObjectChanged, kind_of
+from pipeline.common.objects.response import PartialResponse
+from pipeline.common.objects.retries import retrying
 from pipeline.common.objects.stores import forget_store, load_obstore, open_store
 from pipeline.common.objects.urls import ObjectUrl
-
-_STREAM_BYTES = 2**20
 
 
 def read_content(
@@ -50,13 +49,12 @@ def read_content(
     )
 
 
-class _Response:
-    """The bytes that have come so far."""
+class _Response(PartialResponse):
+    """A range of whatever version of an object there is."""
 
     def __init__(self, url: ObjectUrl, access: RemoteAccess, start: int, end: int | None) -> None:
+        super().__init__(start)
         self._url, self._access, self._end = url, access, end
-        self._parts: list[bytes] = []
-        self.at = start
 
     def more(self) -> bytes:
         """Ask for what is missing; returns all."""
@@ -74,16 +72,7 @@ class _Response:
         end = found.meta["size"] if self._end is None else self._end
         if end > found.meta["size"]:
             raise self._shorter()
-        if found.range[0] != self.at:
-            raise Truncated(f"bytes from {found.range[0]} on came in place of those from {self.at} on")
-        for part in found.stream(min_chunk_size=_STREAM_BYTES):
-            data = bytes(part)[: end - self.at]
-            self._parts.append(data)
-            self.at += len(data)
-            COUNTS.count(bytes=len(data))
-        if self.at < end:
-            raise Truncated(f"{end - self.at} bytes are missing")
-        return b"".join(self._parts)
+        return self.take(found, end)
 
     def _shorter(self) -> ObjectChanged:
         return ObjectChanged(f"{self._url} is shorter than it was when it was written; {REWRITE}")

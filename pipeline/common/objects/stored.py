@@ -8,13 +8,11 @@ from functools import partial
 from typing import Any
 
 from pipeline.common.objects.access import RemoteAccess
-from pipeline.common.objects.failures import COPY_FIRST, RESTORE, ObjectChanged, StoreError, Truncated, kind_of
-from pipeline.common.objects.retries import COUNTS, retrying
+from pipeline.common.objects.failures import COPY_FIRST, RESTORE, ObjectChanged, StoreError, kind_of
+from pipeline.common.objects.response import PartialResponse
+from pipeline.common.objects.retries import retrying
 from pipeline.common.objects.stores import forget_store, load_obstore, open_store
 from pipeline.common.objects.urls import ObjectUrl, parse_url
-
-_STREAM_BYTES = 2**20
-"""Bytes of a response that are kept at a time: after a failure the next request begins behind them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +86,12 @@ def changed(listed: StoredObject, size: int, version: str) -> ObjectChanged:
     )
 
 
-class _Response:
-    """The bytes of a range that have come so far."""
+class _Response(PartialResponse):
+    """A range of exactly this version of an object."""
 
     def __init__(self, listed: StoredObject, start: int, end: int) -> None:
-        self._listed = listed
-        self._end = end
-        self._parts: list[bytes] = []
-        self.at = start
+        super().__init__(start)
+        self._listed, self._end = listed, end
 
     def more(self) -> bytes:
         """Ask for what is missing; returns all of the range."""
@@ -113,16 +109,7 @@ class _Response:
             raise
         version = listed.version if listed.url.is_pinned else version_in(listed.url, found.meta)
         listed._check(StoredObject(listed.url, found.meta["size"], version, listed.access))
-        if found.range[0] != self.at:
-            raise Truncated(f"bytes from {found.range[0]} on came in place of those from {self.at} on")
-        for part in found.stream(min_chunk_size=_STREAM_BYTES):
-            data = bytes(part)[: self._end - self.at]
-            self._parts.append(data)
-            self.at += len(data)
-            COUNTS.count(bytes=len(data))
-        if self.at < self._end:
-            raise Truncated(f"{self._end - self.at} bytes are missing")
-        return b"".join(self._parts)
+        return self.take(found, self._end)
 
 
 def find_object(url: ObjectUrl, access: RemoteAccess) -> StoredObject:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote, urlsplit
 
@@ -60,6 +61,12 @@ class ObjectUrl:
 def is_url(text: str) -> bool:
     """Tell whether a text is a URL, of a known scheme or not."""
     return _URL.match(text) is not None
+
+
+def url_of_path(path: Path) -> str | None:
+    """The URL of a folder in a bucket that was taken for a path, whose slashes are one then; None of a path."""
+    scheme, _, rest = str(path).partition(":/")
+    return f"{scheme}://{rest.strip('/')}" if scheme in STORES and rest and not path.exists() else None
 
 
 def parse_url(text: str) -> ObjectUrl:

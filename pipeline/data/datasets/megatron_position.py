@@ -36,6 +36,7 @@ class Position:
 
     Attributes:
         prefix: of the `.bin` and `.idx`.
+        documents: of the file.
         weight: of the file in the blend.
         splits: documents [first, end) of each split that has any.
         touched: numbers of the documents of which a token was read, ascending.
@@ -46,6 +47,7 @@ class Position:
     """
 
     prefix: Path
+    documents: int
     weight: float
     splits: dict[str, tuple[int, int]]
     touched: npt.NDArray[np.int64]
@@ -54,16 +56,15 @@ class Position:
     lost: int
     repeated: int
 
-    def left_out(self, split: str, documents: int, *, keep_cut: bool = False) -> npt.NDArray[np.int64]:
+    def left_out(self, split: str, *, keep_cut: bool = False) -> npt.NDArray[np.int64]:
         """Numbers of the documents that a split does not have.
 
         Args:
             split: `train`, `valid` or `test`.
-            documents: of the file.
             keep_cut: whether documents that were read in part are in it, to be read again.
         """
         first, end = self.splits[split]
-        outside = np.concatenate([np.arange(first), np.arange(end, documents)]).astype(np.int64)
+        outside = np.concatenate([np.arange(first), np.arange(end, self.documents)]).astype(np.int64)
         if split != "train":
             return outside
         return np.union1d(outside, self.whole if keep_cut else self.touched)
@@ -207,6 +208,7 @@ class _Indices:
         np.maximum.at(most, places, read)
         return Position(
             self._prefix,
+            self._part.documents,
             weight,
             self._splits,
             touched,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import itertools
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +12,8 @@ import numpy.typing as npt
 from pipeline.common import storage
 from pipeline.common.console import echo
 from pipeline.common.errors import UserError
-from pipeline.common.format import counted
-from pipeline.data.datasets.foreign import open_foreign
-from pipeline.data.datasets.megatron_position import Position, read_positions
+from pipeline.common.format import counted, distinct_names
+from pipeline.data.datasets.megatron_position import read_positions
 
 
 def write_position(cache: Path, consumed: int, to: Path, *, of: str | None = None, keep_cut: bool = False) -> None:
@@ -35,15 +32,14 @@ def write_position(cache: Path, consumed: int, to: Path, *, of: str | None = Non
     if to.exists():
         raise UserError(f"{to} is there already; choose another folder, or remove it")
     found = read_positions(cache, consumed, of)
-    names = list(_names(found))
+    names = distinct_names(each.prefix.name for each in found)
     to.mkdir()
     adopt, sources = [], []
     for name, each in zip(names, found, strict=True):
-        documents = open_foreign(each.prefix).documents
         for split, (first, end) in each.splits.items():
             if first < end:
                 path = to / f"{name}.{split}.npy"
-                left_out = each.left_out(split, documents, keep_cut=keep_cut)
+                left_out = each.left_out(split, keep_cut=keep_cut)
                 _save(path, left_out)
                 kind = "" if split == "train" else f" --split {'heldout' if split == 'valid' else split}"
                 source, leave_out = shlex.quote(str(each.prefix)), shlex.quote(str(path))
@@ -64,16 +60,6 @@ def write_position(cache: Path, consumed: int, to: Path, *, of: str | None = Non
     echo("\n".join(adopt))
     echo("\nand name them in the run file:\n\ndata:\n  sources:")
     echo("\n".join(sources))
-
-
-def _names(found: list[Position]) -> Iterator[str]:
-    """A name for each file, which no other one has."""
-    used: set[str] = set()
-    for each in found:
-        name = "".join(letter if letter.isalnum() or letter in "_-" else "-" for letter in each.prefix.name) or "data"
-        tries = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        used.add(free := next(each for each in tries if each not in used))
-        yield free
 
 
 def _save(path: Path, numbers: npt.NDArray[np.int64]) -> None:

@@ -15,7 +15,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from pipeline.common.hashing import CHUNK_BYTES, file_hash
 from pipeline.common.retry import retried
 from pipeline.config.root import Config
 from pipeline.data.datasets.dataset import Dataset, ReadBy
+from pipeline.data.datasets.in_threads import in_threads
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import read_parts
 from pipeline.data.datasets.node_folder import CHECKED_FILE, alone, checked_row
@@ -222,7 +222,6 @@ class _Transfer:
         say(console, f"copying {counted(len(self._missing), 'file')} of datasets, {size(total)}, to {self._base}")
         with ExitStack() as stack:
             self._advance = stack.enter_context(_shown(console, total))
-            pool = stack.enter_context(ThreadPoolExecutor(_THREADS, thread_name_prefix="local-copy"))
             try:
                 for folder in {os.path.dirname(file.target) for _, file in self._missing}:
                     storage.make_below(self._base, Path(folder))
@@ -230,20 +229,16 @@ class _Transfer:
                     copy: stack.enter_context(closing(storage.JsonLines(copy.folder / CHECKED_FILE)))
                     for copy in dict(self._missing)
                 }
-                running = {pool.submit(self._bring, file): (copy, file) for copy, file in self._missing}
-                for done in as_completed(running):
-                    done.result()
-                    copy, file = running[done]
+                for copy, file in in_threads(self._bring, self._missing, _THREADS, "local-copy", self._stop.set):
                     notes[copy].write(copy.row(file))
-            except BaseException as error:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
                     raise self._no_room() from None
                 raise
 
-    def _bring(self, file: _File) -> None:
+    def _bring(self, one: tuple[_Copy, _File]) -> None:
         """Make a file right; it is kept if it is."""
+        file = one[1]
         target = Path(file.target)
         if target.exists() and file_hash(target) == file.hash:
             self._advance(target.stat().st_size)

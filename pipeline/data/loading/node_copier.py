@@ -50,7 +50,7 @@ _POLL_S = 1.0
 _HORIZON = 64
 """Least number of steps whose reads decide what is copied first."""
 _LEFT_FREE = 20
-"""One of so many bytes of the disk is left free for others."""
+"""Bytes of the disk for each one that is left free for others."""
 
 
 @dataclass

@@ -105,7 +105,7 @@ class RemoteRow:
     url: str
     parts: int
     bytes: int
-    """Of all tokens."""
+    """Size of the tokens of all parts."""
     open_requests: int
     """For what each node fetches before the first step: indices, tokenizer, packs."""
     copy_requests: int

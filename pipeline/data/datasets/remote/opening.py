@@ -8,7 +8,6 @@ dataset that was copied from a disk and the same one in a bucket share their fil
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +31,7 @@ from pipeline.common.objects.urls import ObjectUrl
 from pipeline.common.objects.writing import read_small
 from pipeline.data.datasets.dataset import ReadBy
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE
+from pipeline.data.datasets.in_threads import in_threads
 from pipeline.data.datasets.manifest import Manifest, read_manifest, read_parts
 from pipeline.data.datasets.node_folder import CHECKED_FILE, alone, checked_row
 from pipeline.data.datasets.packing.files import INDEX_FILE, PACKS, packs_folder
@@ -269,19 +269,10 @@ class _NodeCopy:
         say(Console(stderr=True), f"fetching {counted(len(missing), 'file')} of {self._url} to {self.folder}")
         for folder in {(self.folder / file.name).parent for file in missing}:
             storage.make_below(self._base, folder)
-        with (
-            closing(storage.JsonLines(self.folder / CHECKED_FILE)) as notes,
-            ThreadPoolExecutor(max(REQUESTS, self._access.concurrency), thread_name_prefix="fetch") as pool,
-        ):
-            running = {pool.submit(self._fetch, file): file for file in missing}
-            try:
-                for done in as_completed(running):
-                    done.result()
-                    if (file := running[done]).hash is not None:
-                        notes.write(checked_row(self.folder, file.name, int(file.hash, 16)))
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        with closing(storage.JsonLines(self.folder / CHECKED_FILE)) as notes:
+            for file in in_threads(self._fetch, missing, max(REQUESTS, self._access.concurrency), "fetch"):
+                if file.hash is not None:
+                    notes.write(checked_row(self.folder, file.name, int(file.hash, 16)))
 
     def _fetch(self, file: _File) -> None:
         url, target = file_url(self._url, self._fingerprint, file.name), self.folder / file.name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -22,6 +22,7 @@ from pipeline.common.objects.stream import ObjectStream
 from pipeline.common.objects.urls import ObjectUrl
 from pipeline.common.objects.writing import read_small
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE
+from pipeline.data.datasets.in_threads import in_threads
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.manifest import Manifest, read_manifest, read_parts
 from pipeline.data.datasets.merge import check_space
@@ -179,15 +180,9 @@ class _Pull:
 
     def _fetch_all(self, files: list[_File], advance: Callable[[int], None]) -> None:
         """Fetch files that are not there, several at a time."""
-        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="pull") as pool:
-            running = [pool.submit(self._fetch_one, file, advance) for file in files]
-            try:
-                for each in as_completed(running):
-                    each.result()
-            except BaseException:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+        fetch = partial(self._fetch_one, advance=advance)
+        for _ in in_threads(fetch, files, _FILES_AT_ONCE, "pull", self._stop.set):
+            pass
 
     def _fetch_one(self, file: _File, advance: Callable[[int], None]) -> None:
         if self._has_size(file) and f"{file_hash(file.path):016x}" == file.hash:

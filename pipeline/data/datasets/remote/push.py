@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event
 
@@ -24,6 +24,7 @@ from pipeline.common.objects.urls import ObjectUrl
 from pipeline.common.objects.writing import FileChanged, check_writing, create_object, put_file, put_object, read_small
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE
+from pipeline.data.datasets.in_threads import in_threads
 from pipeline.data.datasets.manifest import Manifest, datasets_below, read_parts
 from pipeline.data.datasets.packing.files import INDEX_FILE, lengths_there, packs_folder
 from pipeline.data.datasets.remote.layout import (
@@ -182,15 +183,9 @@ class _Push:
 
     def _send(self, files: list[_File], there: dict[str, int], advance: Callable[[int], None]) -> None:
         """Send files that are not there, several at a time."""
-        with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="push") as pool:
-            running = [pool.submit(self._send_one, file, there, advance) for file in files]
-            try:
-                for each in as_completed(running):
-                    each.result()
-            except BaseException:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
-                raise
+        send = partial(self._send_one, there=there, advance=advance)
+        for _ in in_threads(send, files, _FILES_AT_ONCE, "push", self._stop.set):
+            pass
 
     def _send_one(self, file: _File, there: dict[str, int], advance: Callable[[int], None]) -> None:
         if self._may_be_there(file, there):

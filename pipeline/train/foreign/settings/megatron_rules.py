@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from pipeline.common.errors import UserError
+from pipeline.common.format import distinct_names
 from pipeline.train.foreign.megatron_arguments import ArgumentSource, read_model
 from pipeline.train.foreign.settings.rows import SettingRow
 from pipeline.train.foreign.settings.rules import Given, Left, Rule, Settings, pairs, steps
@@ -112,12 +113,8 @@ def _sources(given: Given, row: SettingRow) -> Settings:
         pairs = list(zip(words[::2], map(str, words[1::2]), strict=True))
     else:
         pairs = [(None, str(word)) for word in words]  # by their sizes, here as there
-    names: dict[str, int] = {}
     sources = []
-    for weight, prefix in pairs:
-        name = "".join(letter if letter.isalnum() or letter in "_-" else "-" for letter in prefix.rpartition("/")[2])
-        names[name] = names.get(name, 0) + 1
-        name = name if names[name] == 1 else f"{name}-{names[name]}"
+    for name, (weight, prefix) in zip(distinct_names(each.rpartition("/")[2] for _, each in pairs), pairs, strict=True):
         source: Settings = {"name": name, "dataset": f"{prefix}-adopted"}
         sources.append(source | ({"weight": weight} if len(pairs) > 1 and weight is not None else {}))
         given.notes.append(

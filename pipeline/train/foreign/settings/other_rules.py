@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeline.common.format import distinct_names
 from pipeline.train.foreign.settings.rows import SettingRow, SuiteName
 from pipeline.train.foreign.settings.rules import Given, Left, Of, Rule, Settings, pairs, steps
 
@@ -119,11 +120,10 @@ def _stages(given: Given, row: SettingRow) -> Settings:
     folders, weights = dataset.get("dataset_folder"), dataset.get("dataset_weights")
     if folders is None:
         raise Left(f"write the documents of {dataset.get('hf_dataset_or_datasets')} into data.sources")
-    folders = folders if isinstance(folders, list) else [folders]
+    places = [str(folder).rstrip("/") for folder in (folders if isinstance(folders, list) else [folders])]
     sources: list[Settings] = []
-    for folder in folders:
-        place = str(folder).rstrip("/")
-        sources.append({"name": place.rpartition("/")[2] or "web", "dataset": f"{place}-adopted"})
+    for name, place in zip(distinct_names(each.rpartition("/")[2] for each in places), places, strict=True):
+        sources.append({"name": name, "dataset": f"{place}-adopted"})
         given.notes.append(
             f"adopt the token files: pipeline data adopt {place} --format ds --to {place}-adopted "
             "--tokenizer tokenizer.json"
