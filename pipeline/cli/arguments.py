@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +11,7 @@ import typer
 
 from pipeline.common.console import VERBOSE
 from pipeline.common.errors import UserError
+from pipeline.common.objects.urls import url_of_path
 from pipeline.common.trust import trust
 
 
@@ -34,8 +34,7 @@ def on_a_disk(path: Path) -> Path:
     Raises:
         UserError: it is the URL of a bucket.
     """
-    if found := re.match("(s3|gs|az):/+", str(path)):
-        url = f"{found[1]}://{str(path)[found.end() :]}"
+    if (url := url_of_path(path)) is not None:
         raise UserError(f"{url} is in a bucket; write it to a disk first: `pipeline data pull {url} FOLDER`")
     return path
 

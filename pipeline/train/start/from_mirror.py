@@ -16,6 +16,7 @@ from pipeline.common.console import byte_progress, say, warn
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.format import counted, size
 from pipeline.common.objects.failures import ObjectMissing, StoreError
+from pipeline.common.objects.stored import StoredObject
 from pipeline.common.objects.writing import check_writing, delete_objects
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
@@ -25,7 +26,7 @@ from pipeline.train.checkpoint.mirror.bucket import Mirror, remote_access
 from pipeline.train.checkpoint.mirror.commits import MirrorCommit
 from pipeline.train.checkpoint.mirror.fetch import fetch_files, fetch_run_file
 from pipeline.train.checkpoint.mirror.identity import adopt, folder_id, mirror_run
-from pipeline.train.checkpoint.mirror.owner import read_owner, refuse_other
+from pipeline.train.checkpoint.mirror.owner import Owner, read_owner, refuse_other
 from pipeline.train.checkpoint.resume_point import files_by_rank
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0, gather
 from pipeline.train.distributed.watchdog import Watchdog
@@ -57,10 +58,7 @@ def check_mirror(config: Config) -> list[str]:
             owner = read_owner(mirror)
         except UserError as error:
             raise type(error)(f"train.checkpoint.mirror.to: {error}") from None
-        if owner is not None:
-            refuse_other(
-                mirror, owner[0], owner[0].run if needs and asked == own.to else mirror_run(run) or "", folder_id(run)
-            )
+        _refuse_other(mirror, owner, run, is_taken_up=needs and asked == own.to)
         try:
             delete_objects([mirror.url.below(".probe")], access)
         except UserError as error:
@@ -126,10 +124,7 @@ def _choose(config: Config, console: Console) -> dict[str, Any]:
     if own is not None:
         mirror = Mirror.of(own.to, remote_access(config, _LOOK_S))
         try:
-            owner = read_owner(mirror)
-            if owner is not None:
-                mine = owner[0].run if needs and asked == own.to else mirror_run(run) or ""
-                refuse_other(mirror, owner[0], mine, folder_id(run))
+            _refuse_other(mirror, read_owner(mirror), run, is_taken_up=needs and asked == own.to)
         except (StoreError, ObjectMissing) as error:
             warn(console, f"mirror {own.to}: {error}; training continues, and it is tried again")
             if asked is None:
@@ -150,6 +145,12 @@ def _choose(config: Config, console: Console) -> dict[str, Any]:
         of_step = "" if config.resume.step is None else f" of step {config.resume.step}"
         raise UserError(f"{url} has no checkpoint{of_step}; name a mirror that has one, or leave out --from-mirror")
     return {"url": url, "commits": [asdict(each) for each in commits]}
+
+
+def _refuse_other(mirror: Mirror, owner: tuple[Owner, StoredObject] | None, run: Path, *, is_taken_up: bool) -> None:
+    """Refuse the mirror of another run. One that this run begins from and goes on with is its own from then on."""
+    if owner is not None:
+        refuse_other(mirror, owner[0], owner[0].run if is_taken_up else mirror_run(run) or "", folder_id(run))
 
 
 def _begin(checkpoints: Checkpoints, commit: MirrorCommit, attempt: int) -> str:
