@@ -31,6 +31,9 @@ class TokenizerConfig(Section):
     """The special token that closes every document. A loaded tokenizer must contain it."""
     special_tokens: list[Text] = Field(default_factory=list)
     """Further special tokens. A trained tokenizer gets them after `end_of_document`; a loaded one must have them."""
+    add_tokens: list[Text] = Field(default_factory=list)
+    """Special tokens that a loaded tokenizer does not have, as the marks of a chat template: they get the ids behind
+    its last one. `train.init_from` starts their rows with the mean of all others."""
     allow_special: list[Text] = Field(default_factory=list)
     """Special tokens that are recognized in the text of a document. All others are ordinary characters there."""
 
@@ -38,12 +41,14 @@ class TokenizerConfig(Section):
     def _one_way(self) -> TokenizerConfig:
         if (self.path is None) == (self.train is None):
             raise ValueError("give exactly one of tokenizer.path (load) and tokenizer.train (train one)")
-        names = [self.end_of_document, *self.special_tokens]
+        if self.add_tokens and self.train is not None:
+            raise ValueError("add_tokens is for tokenizer.path; with tokenizer.train, name them in special_tokens")
+        names = [self.end_of_document, *self.special_tokens, *self.add_tokens]
         if len(set(names)) != len(names):
             raise ValueError(f"special tokens must differ from each other, got {names}")
         for token in self.allow_special:
             if token == self.end_of_document:
                 raise ValueError(f"allow_special: {token!r} is end_of_document; a text must not end its own document")
-            if token not in self.special_tokens:
-                raise ValueError(f"allow_special: {token!r} is not in special_tokens {self.special_tokens}")
+            if token not in names:
+                raise ValueError(f"allow_special: {token!r} is not in special_tokens {names[1:]}")
         return self

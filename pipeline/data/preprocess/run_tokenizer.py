@@ -161,6 +161,7 @@ def check_same(config: Config, tokenizer: Tokenizer, saved: dict[str, Any]) -> N
         "path": (saved.get("path", str(path)), str(path)),
         "end_of_document": (kept.end_of_document_token, tokenizer.end_of_document_token),
         "allow_special": (kept.allow_special, tokenizer.allow_special),
+        "special_tokens and add_tokens": (list(kept.special_tokens), list(tokenizer.special_tokens)),
     }
     changed = [f"tokenizer.{key}: {old} then, {new} now" for key, (old, new) in values.items() if old != new]
     difference = f"tokenizer.path: {path} has other ids than the tokenizer kept there"

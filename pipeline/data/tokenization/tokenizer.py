@@ -130,7 +130,13 @@ class Tokenizer:
         ]:
             if engine.token_to_id(token) is None:
                 raise UserError(f"tokenizer.{key}: {file} has no token {token!r}; {_candidates(engine, token)}")
-        return cls(engine, config.end_of_document, config.special_tokens, config.allow_special, file)
+        for token in config.add_tokens:
+            if engine.token_to_id(token) is not None:
+                raise UserError(
+                    f"tokenizer.add_tokens: {file} has {token!r} already; name it in tokenizer.special_tokens instead"
+                )
+        special = [*config.special_tokens, *config.add_tokens]
+        return cls(engine, config.end_of_document, special, config.allow_special, file)
 
     @classmethod
     def train(cls, texts: Iterator[str], config: TokenizerConfig) -> Tokenizer:

@@ -24,7 +24,8 @@ from pipeline.train.model.decoder import Context, Decoder
 from pipeline.train.model.states import States
 
 Finish = Literal["stop", "length"]
-"""Why a text ended. `stop`: end of the document, or a stop string. `length`: `max_tokens`, or no positions left."""
+"""Why a text ended. `stop`: end of the document or of the turn, or a stop string. `length`: `max_tokens`, or no
+positions left."""
 
 _READ_AT_ONCE = 2048
 """Tokens of prompts in one forward pass, padding included; those who wait for their next token wait for it."""
@@ -54,7 +55,7 @@ class GeneratedText:
     text: str
     """It lags behind the tokens: incomplete characters and what may become a stop string are held back."""
     tokens: tuple[Token, ...]
-    """Those taken. An end of document that ends the text is none of them; what a stop string cuts off is."""
+    """Those taken. A token that ends the text is not among them; what a stop string cuts off is."""
     finish: Finish | None
     """Set on the last piece."""
 
@@ -384,7 +385,8 @@ class GenerationBatch:
         """Continue the row with a token, or end it."""
         if row.most == 0:
             return GeneratedText("", (), "length")
-        if token.id == self._tokenizer.end_of_document and not row.sampling.ignore_end:
+        ends = token.id == self._tokenizer.end_of_document or token.id in row.sampling.end_tokens
+        if ends and not row.sampling.ignore_end:
             return GeneratedText(self._rest(row), (), "stop")
         row.last = token.id
         row.count += 1

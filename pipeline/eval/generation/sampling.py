@@ -41,6 +41,8 @@ class Sampling:
     where they are negative (Keskar et al. 2019)."""
     stop: tuple[str, ...] = ()
     """The text ends before the first of these: the one that is complete first, and of several the longest."""
+    end_tokens: tuple[int, ...] = ()
+    """Ids of tokens that end the text as the end of document does: the end of a turn, say."""
     seed: int = 0
     """The draws depend on it, the prompt and the probabilities alone."""
     logprobs: int | None = None

@@ -15,11 +15,17 @@ from pydantic import (
     model_validator,
 )
 
+from pipeline.eval.generation.sampling import Sampling
+
 MAX_TEXTS = 128
 """Texts that a request may ask for: prompts times `n`."""
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
 MAX_IDS = 2**31
+MAX_MESSAGES = 4096
+"""Messages of a conversation."""
+ROLES = ("system", "user", "assistant")
+"""Roles of messages."""
 
 Text = Annotated[str, Field(max_length=2**24)]
 Ids = Annotated[list[Annotated[int, Field(ge=0, lt=MAX_IDS)]], Field(min_length=1)]
@@ -67,15 +73,13 @@ class StreamOptions(Body):
     _neutral = {"include_obfuscation": (False,)}
 
 
-class Completion(Body):
-    """`POST /v1/completions`: OpenAI's fields, and `top_k`, `min_p`, `repetition_penalty` as vLLM calls them."""
+class Sampled(Body):
+    """Fields of both of OpenAI's routes, and `top_k`, `min_p`, `repetition_penalty` as vLLM calls them."""
 
     model: str | None = Field(default=None, max_length=1000)
     """A name of /v1/models; by default what is there."""
-    prompt: Text | list[Text] | Ids | list[Ids] = ""
-    """A text or several, or ids of tokens."""
-    max_tokens: int | None = Field(default=16, ge=0)
-    """New tokens at most; 0 only with `echo`."""
+    max_tokens: int | None = Field(default=None, ge=0)
+    """New tokens at most."""
     temperature: Temperature | None = 1.0
     """Divides the logits; 0 takes the most probable token each time."""
     top_p: float | None = Field(default=1.0, gt=0, le=1)
@@ -92,10 +96,6 @@ class Completion(Body):
     """Server-sent events, as the text comes."""
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """Log probabilities of the tokens, and of the N most probable ones."""
-    echo: bool | None = False
-    """Begin with the prompt."""
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
     """The text ends before the first of these."""
     seed: Seed | None = None
@@ -106,33 +106,9 @@ class Completion(Body):
     """Not supported: 0."""
     frequency_penalty: float | None = None
     """Not supported: 0."""
-    best_of: int | None = None
-    """Not supported: 1."""
     logit_bias: dict[str, float] | None = None
     """Not supported: empty."""
-    suffix: str | None = None
-    """Not supported: empty."""
-    _neutral = {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
-        "best_of": (1,),
-        "suffix": ("",),
-    }
-
-    # In place of pydantic, which would list each of a million wrong entries for each kind of prompt.
-    @field_validator("prompt", mode="plain", json_schema_input_type=Text | list[Text] | Ids | list[Ids])
-    @classmethod
-    def _prompt(cls, value: Any) -> Any:
-        several = isinstance(value, list) and value and isinstance(value[0], (str, list))
-        if several and len(value) > MAX_TEXTS:
-            raise ValueError(f"has {len(value)} prompts; at most {MAX_TEXTS} are allowed")
-        for each in value if several else [value]:
-            if not (_is_text(each) or _are_ids(each)) or (several and type(each) is not type(value[0])):
-                raise ValueError(
-                    "must be a text, a list of texts, a list of token ids, or a list of such lists; UTF-8, lists not "
-                    "empty"
-                )
-        return value
+    _neutral = {"presence_penalty": (0,), "frequency_penalty": (0,)}
 
     @field_validator("logit_bias", mode="plain", json_schema_input_type=dict[str, float] | None)
     @classmethod
@@ -153,14 +129,76 @@ class Completion(Body):
             raise wrong from None
 
     @model_validator(mode="after")
+    def _streams(self) -> Sampled:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        return self
+
+    @property
+    def counts_stream(self) -> bool:
+        """True if a last event counts the tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling(self, seed: int, most: int, **more: Any) -> Sampling:
+        """The settings of one text.
+
+        Args:
+            seed: Of its draws.
+            most: New tokens at most.
+            more: Further settings, of the route.
+        """
+        return Sampling(
+            max_tokens=most,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=None if self.top_k in (None, 0, -1) else self.top_k,
+            top_p=None if self.top_p in (None, 1) else self.top_p,
+            min_p=self.min_p or None,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            seed=seed,
+            **more,
+        )
+
+
+class Completion(Sampled):
+    """`POST /v1/completions`."""
+
+    prompt: Text | list[Text] | Ids | list[Ids] = ""
+    """A text or several, or ids of tokens."""
+    max_tokens: int | None = Field(default=16, ge=0)
+    """New tokens at most; 0 only with `echo`."""
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Log probabilities of the tokens, and of the N most probable ones."""
+    echo: bool | None = False
+    """Begin with the prompt."""
+    best_of: int | None = None
+    """Not supported: 1."""
+    suffix: str | None = None
+    """Not supported: empty."""
+    _neutral = {**Sampled._neutral, "best_of": (1,), "suffix": ("",)}
+
+    # In place of pydantic, which would list each of a million wrong entries for each kind of prompt.
+    @field_validator("prompt", mode="plain", json_schema_input_type=Text | list[Text] | Ids | list[Ids])
+    @classmethod
+    def _prompt(cls, value: Any) -> Any:
+        several = isinstance(value, list) and value and isinstance(value[0], (str, list))
+        if several and len(value) > MAX_TEXTS:
+            raise ValueError(f"has {len(value)} prompts; at most {MAX_TEXTS} are allowed")
+        for each in value if several else [value]:
+            if not (_is_text(each) or _are_ids(each)) or (several and type(each) is not type(value[0])):
+                raise ValueError(
+                    "must be a text, a list of texts, a list of token ids, or a list of such lists; UTF-8, lists not "
+                    "empty"
+                )
+        return value
+
+    @model_validator(mode="after")
     def _together(self) -> Completion:
         texts = len(self.prompts) * (self.n or 1)
         if texts > MAX_TEXTS:
             raise ValueError(f"n: {self.n} for each prompt makes {texts} texts; at most {MAX_TEXTS} are allowed")
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens: 0 leaves nothing to answer; give 1 or more, or set echo")
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options: only with stream: true")
         return self
 
     @property
@@ -171,6 +209,103 @@ class Completion(Body):
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return self.prompt
+
+
+class ResponseFormat(Body):
+    """`response_format` of OpenAI's interface."""
+
+    type: str = Field(default="text", max_length=100)
+    """Only `text`."""
+    json_schema: dict[str, Any] | None = None
+    """Not supported."""
+    _neutral = {"type": ("text",), "json_schema": ()}
+
+
+class ChatCompletion(Sampled):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[dict[str, str]]
+    """The conversation: `role` (system, user or assistant) and `content` (a text, or parts that are texts)."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """New tokens at most; by default as many as there are positions left."""
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    """The newer name of `max_tokens`."""
+    logprobs: bool | None = False
+    """Log probabilities of the tokens."""
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    """Those of the N most probable tokens; only with `logprobs`."""
+    response_format: ResponseFormat | None = None
+    """Only a text."""
+    tools: Any = None
+    """Not supported: a call would have to be read out of the text."""
+    tool_choice: Any = None
+    """Not supported: `none`."""
+    parallel_tool_calls: bool | None = None
+    """Without tools it changes nothing."""
+    functions: Any = None
+    """Not supported."""
+    function_call: Any = None
+    """Not supported: `none`."""
+    modalities: Any = None
+    """Not supported."""
+    audio: Any = None
+    """Not supported."""
+    _neutral = {
+        **Sampled._neutral,
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+    }
+
+    # In place of pydantic, which would list each wrong one of a million messages.
+    @field_validator("messages", mode="plain", json_schema_input_type=list[dict[str, Any]])
+    @classmethod
+    def _messages(cls, value: Any) -> Any:
+        if not isinstance(value, list) or not value:
+            raise ValueError("must be a list of one message or more")
+        if len(value) > MAX_MESSAGES:
+            raise ValueError(f"has {len(value)} messages; at most {MAX_MESSAGES} are allowed")
+        return [_message(number, each) for number, each in enumerate(value)]
+
+    @model_validator(mode="after")
+    def _together(self) -> ChatCompletion:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: only with logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens: leave it out, as max_completion_tokens says the same")
+        return self
+
+
+def _message(number: int, value: Any) -> dict[str, str]:
+    """A message with its content as one text."""
+    if not isinstance(value, dict):
+        raise ValueError(f"message {number} must be an object with role and content")
+    role, content = value.get("role"), value.get("content")
+    if not isinstance(role, str) or role not in ROLES:
+        shown = _plain(role) if isinstance(role, str) else type(role).__name__
+        more = "; tools are not supported here" if role in ("tool", "function") else ""
+        raise ValueError(f"message {number} has the role {shown!r}; the roles are {', '.join(ROLES)}{more}")
+    unknown = next((key for key, each in value.items() if key not in ("role", "content") and each is not None), None)
+    if unknown is not None:
+        raise ValueError(f"message {number} has {_plain(str(unknown))!r}, which is not supported here; leave it out")
+    if isinstance(content, list):
+        content = "".join(_part(number, each) for each in content)
+    if not _is_text(content):
+        raise ValueError(f"message {number} needs content: a UTF-8 text, or a list of parts of the type 'text'")
+    return {"role": role, "content": content}
+
+
+def _part(number: int, part: Any) -> str:
+    """The text of a part of a message."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind == "text" and _is_text(part.get("text")) and len(part) == 2:
+        return str(part["text"])
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"message {number} has a part of the type {_plain(kind)!r}; only 'text' is supported here")
+    raise ValueError(f"message {number} has a part that is not {{'type': 'text', 'text': ...}}")
 
 
 class Generate(Body):

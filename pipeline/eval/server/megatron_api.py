@@ -11,7 +11,7 @@ from pipeline.eval.generation.batch import Token
 from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.server.asking import Serving, ask, check_count, check_new_tokens, encode, log_prompts, seeds
 from pipeline.eval.server.bodies import Generate
-from pipeline.eval.server.openai_api import LEAST
+from pipeline.eval.server.openai_response import LEAST
 from pipeline.eval.server.refusal import Refusal
 from pipeline.eval.server.worker import TextRequest
 

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response
 
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.generation.batch import Token
 from pipeline.eval.generation.detokenize import Detokenizer
-from pipeline.eval.generation.sampling import Sampling
-from pipeline.eval.server.asking import Serving, ask, check_count, check_new_tokens, encode, log_prompts, seeds
+from pipeline.eval.server.asking import Serving, check_count, check_new_tokens, encode, log_prompts, seeds
 from pipeline.eval.server.bodies import Completion
-from pipeline.eval.server.refusal import Refusal
+from pipeline.eval.server.openai_response import LEAST, AnswerChoice, OpenAIResponse, step_of
 from pipeline.eval.server.worker import Event, Served, TextRequest
-
-LEAST = -9999.0
-"""Stands for a probability of 0, whose logarithm JSON cannot hold."""
 
 
 def router(serving: Serving) -> APIRouter:
@@ -40,13 +32,13 @@ def router(serving: Serving) -> APIRouter:
     @routes.get("/models/{model}")
     async def model(model: str) -> dict[str, Any]:
         """One of them."""
-        _step(serving.served, model)
+        step_of(serving.served, model)
         return _model(model, serving.served)
 
     @routes.post("/completions")
     async def completions(body: Completion, request: Request) -> Response:
         """Continue prompts."""
-        step = None if body.model is None else _step(serving.served, body.model)
+        step = step_of(serving.served, body.model)
         prompts = body.prompts
         check_count(serving, len(prompts) * (body.n or 1), "prompt" if (body.n or 1) == 1 else "n")
         check_new_tokens(serving, body, "max_tokens")
@@ -58,50 +50,23 @@ def router(serving: Serving) -> APIRouter:
             async with serving.encoding:
                 begins = await asyncio.to_thread(_echoed, tokenizer, prompts, ids, offsets=body.logprobs is not None)
         texts = [each for each in ids for _ in range(body.n or 1)]
+        scored = bool(body.echo) and body.logprobs is not None
+        most = 16 if body.max_tokens is None else body.max_tokens
         wanted = [
-            TextRequest(each, _sampling(body, seed))
+            TextRequest(each, body.sampling(seed, most, logprobs=body.logprobs, prompt_logprobs=scored))
             for each, seed in zip(texts, seeds(body.seed, len(texts)), strict=True)
         ]
         choices = [_Choice(index, body, begins[index // (body.n or 1)], tokenizer) for index in range(len(texts))]
-        response = _CompletionResponse(body, choices, prompt_tokens=sum(map(len, ids)))
-        # What is refused is refused with a status: the first event comes before the headers of a stream.
-        events = ask(request, serving, wanted, step)
-        first = await anext(events)
-        if body.stream:
-            headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-            return StreamingResponse(response.stream(first, events), media_type="text/event-stream", headers=headers)
-        return JSONResponse(await response.whole(first, events))
+        response = _CompletionResponse(
+            choices, sum(map(len, ids)), streams=bool(body.stream), counts=body.counts_stream
+        )
+        return await response.answer(request, serving, wanted, step)
 
     return routes
 
 
 def _model(name: str, served: Served) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(served.loaded_at), "owned_by": "pipeline"}
-
-
-def _step(served: Served, name: str) -> int | None:
-    """The step that a name insists on; None for the run's."""
-    if name == served.run:
-        return None
-    if name != served.id:
-        shown = name.encode("ascii", "backslashreplace").decode()[:100]
-        raise Refusal(404, f"model: there is no {shown!r}; {served.run!r} and {served.id!r} are served", "model")
-    return served.step
-
-
-def _sampling(body: Completion, seed: int) -> Sampling:
-    return Sampling(
-        max_tokens=16 if body.max_tokens is None else body.max_tokens,
-        temperature=1.0 if body.temperature is None else body.temperature,
-        top_k=None if body.top_k in (None, 0, -1) else body.top_k,
-        top_p=None if body.top_p in (None, 1) else body.top_p,
-        min_p=body.min_p or None,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        stop=(body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ()),
-        seed=seed,
-        logprobs=body.logprobs,
-        prompt_logprobs=bool(body.echo) and body.logprobs is not None,
-    )
 
 
 @dataclass(frozen=True)
@@ -140,9 +105,7 @@ class _Offsets:
         return offset
 
 
-class _Choice:
-    """One text of an answer, part by part as it is generated."""
-
+class _Choice(AnswerChoice):
     def __init__(self, index: int, body: Completion, begin: _Begin, tokenizer: Tokenizer) -> None:
         self._index, self._begin = index, begin
         self._offsets = None if body.logprobs is None else _Offsets(tokenizer, begin.ids, len(begin.text))
@@ -150,7 +113,6 @@ class _Choice:
         self._begun = False
 
     def part(self, event: Event) -> dict[str, Any]:
-        """The part of a choice that an event adds."""
         text, tokens = event.piece.text, event.piece.tokens
         offsets = [] if self._offsets is None else [self._offsets.next(token.id) for token in tokens]
         if not self._begun:
@@ -165,6 +127,20 @@ class _Choice:
             "logprobs": None if self._offsets is None else _logprobs(tokens, offsets),
             "finish_reason": event.piece.finish,
         }
+
+    def is_shown(self, part: dict[str, Any]) -> bool:
+        return bool(part["text"] or part["finish_reason"] or (part["logprobs"] or {}).get("tokens"))
+
+    def joined(self, parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        text = "".join(part["text"] for part in parts)
+        logprobs = None
+        if self._offsets is not None:
+            logprobs = {name: [each for part in parts for each in part["logprobs"][name]] for name in _LOGPROBS}
+            logprobs["text_offset"] = [min(each, len(text)) for each in logprobs["text_offset"]]
+        return {**parts[-1], "text": text, "logprobs": logprobs}
+
+
+_LOGPROBS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def _logprobs(tokens: Sequence[Token], offsets: list[int]) -> dict[str, list[Any]]:
@@ -188,67 +164,5 @@ def _top(token: Token) -> dict[str, float] | None:
     return found
 
 
-@dataclass
-class _CompletionResponse:
-    body: Completion
-    choices: list[_Choice]
-    prompt_tokens: int
-    id: str = field(default_factory=lambda: f"cmpl-{secrets.token_hex(12)}")
-    created: int = field(default_factory=lambda: int(time.time()))
-    new_tokens: int = 0
-
-    async def whole(self, first: Event, events: AsyncGenerator[Event, None]) -> dict[str, Any]:
-        """All in one."""
-        found: list[dict[str, Any] | None] = [None] * len(self.choices)
-        async for event in _from(first, events):
-            part = self._part(event)
-            before = found[event.index]
-            if before is None:
-                found[event.index] = part
-                continue
-            before["text"] += part["text"]
-            before["finish_reason"] = part["finish_reason"]
-            for name, values in (part["logprobs"] or {}).items():
-                before["logprobs"][name] += values
-        for choice in found:
-            if choice is not None and choice["logprobs"]:
-                length = len(choice["text"])
-                choice["logprobs"]["text_offset"] = [min(each, length) for each in choice["logprobs"]["text_offset"]]
-        return {**self._head(first), "choices": found, "usage": self._usage()}
-
-    async def stream(self, first: Event, events: AsyncGenerator[Event, None]) -> AsyncIterator[bytes]:
-        """Server-sent events."""
-        counted = self.body.stream_options is not None and self.body.stream_options.include_usage
-        usage = {"usage": None} if counted else {}
-        try:
-            async for event in _from(first, events):
-                part = self._part(event)
-                if part["text"] or part["finish_reason"] or (part["logprobs"] or {}).get("tokens"):
-                    yield _sse({**self._head(event), "choices": [part], **usage})
-            if counted:
-                yield _sse({**self._head(first), "choices": [], "usage": self._usage()})
-            yield b"data: [DONE]\n\n"
-        except Refusal as refusal:  # the status is sent already
-            yield _sse(refusal.body("/v1/completions"))
-
-    def _part(self, event: Event) -> dict[str, Any]:
-        self.new_tokens += len(event.piece.tokens)
-        return self.choices[event.index].part(event)
-
-    def _head(self, event: Event) -> dict[str, Any]:
-        return {"id": self.id, "object": "text_completion", "created": self.created, "model": event.served.id}
-
-    def _usage(self) -> dict[str, int]:
-        total = self.prompt_tokens + self.new_tokens
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.new_tokens, "total_tokens": total}
-
-
-async def _from(first: Event, events: AsyncGenerator[Event, None]) -> AsyncIterator[Event]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
-            yield event
-
-
-def _sse(value: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(value).encode() + b"\n\n"
+class _CompletionResponse(OpenAIResponse):
+    path, prefix, kind, chunk_kind = "/v1/completions", "cmpl", "text_completion", "text_completion"

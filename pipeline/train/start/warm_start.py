@@ -27,6 +27,7 @@ from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.parallel.parallelize import ParallelModel
+from pipeline.train.start.added_tokens import added_tokens, fill_added_rows
 
 
 @dataclass
@@ -72,6 +73,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
             lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer, model.spec)
         )
         dcp_storage.read(checkpoint, model, weights=wanted.weights)
+        _fill_added(Tokenizer.open(where), tokenizer, model)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
     else:
         export = verified_export(_folder(wanted), wanted.weights, "train.init_from", "train.init_from.weights")
@@ -79,6 +81,7 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         broadcast_from_rank0(lambda: _check_fit(export.shapes, model.spec, where))
         lines = broadcast_from_rank0(lambda: _check_export(export.source, config, tokenizer, model.spec))
         export.load(model)
+        _fill_added(export.source.tokenizer(), tokenizer, model)
         known = {"run": about["run"], "checkpoints": about["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
     first = (
@@ -212,6 +215,11 @@ def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> 
 def _check_tokenizer(trained_with: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path) -> list[str]:
     if trained_with.fingerprint == tokenizer.fingerprint:
         return []
+    if added := added_tokens(trained_with, tokenizer):
+        return [
+            f"tokens {added.start:,} to {added.stop - 1:,} are not known to the weights in {where}: their rows begin "
+            "as the mean of all others"
+        ]
     difference = (
         f"the weights in {where} were trained with another tokenizer ({trained_with.vocab_size} entries, fingerprint "
         f"{trained_with.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint})"
@@ -224,22 +232,38 @@ def _check_tokenizer(trained_with: Tokenizer, config: Config, tokenizer: Tokeniz
     return [f"warning: allowed: {difference}"]
 
 
+def _fill_added(trained_with: Tokenizer | None, tokenizer: Tokenizer, model: ParallelModel) -> None:
+    """Set the rows of tokens that the weights do not know, if there are any."""
+    if trained_with is not None and (added := added_tokens(trained_with, tokenizer)):
+        fill_added_rows(model, added)
+
+
 # A model of Hugging Face's
 
 
 def _check_hf(folder: Path, config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> list[str]:
     """Check that the model in a folder is this one; warnings."""
-    found = HuggingFaceFolder(folder, vocab_multiple=config.model.vocab_multiple)
+    found = HuggingFaceFolder(folder, vocab_multiple=spec.vocab_padded)
+    base = _base_tokenizer(found, config)
     ours, theirs = spec.vocab_size, found.spec.vocab_size
-    if ours != theirs:
+    wanted = theirs if tokenizer.vocab_size <= theirs or not added_tokens(base, tokenizer) else tokenizer.vocab_size
+    if ours != wanted:
         raise UserError(
             f"train.init_from.hf: the model in {folder} has {theirs} tokens with logits, and this one {ours}; set "
-            f"model.vocab_size={theirs}"
+            f"model.vocab_size={wanted}"
         )
     shapes = {name: each.shape for name, each in found.tensors.items()}
     _check_fit(shapes, spec, folder, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
-    lines = _check_tokenizer(found.tokenizer(config.tokenizer), config, tokenizer, folder)
-    return [*lines, *_check_meaning(found.model.model_dump(mode="json"), config, spec)]
+    lines = _check_tokenizer(base, config, tokenizer, folder)
+    own = {"vocab_size": config.model.vocab_size, "vocab_multiple": config.model.vocab_multiple}
+    return [*lines, *_check_meaning({**found.model.model_dump(mode="json"), **own}, config, spec)]
+
+
+def _base_tokenizer(found: HuggingFaceFolder, config: Config) -> Tokenizer:
+    """The tokenizer of a folder, without the tokens that the run adds to it."""
+    added = config.tokenizer.add_tokens
+    allowed = [each for each in config.tokenizer.allow_special if each not in added]
+    return found.tokenizer(config.tokenizer.model_copy(update={"add_tokens": [], "allow_special": allowed}))
 
 
 def _from_hf(
@@ -247,10 +271,11 @@ def _from_hf(
 ) -> tuple[list[str], WeightsOrigin]:
     """Fill the model from a folder of Hugging Face's: each rank reads the rows and columns that it has."""
     lines = broadcast_from_rank0(lambda: _check_hf(folder, config, tokenizer, model.spec))
-    found = HuggingFaceFolder(folder, vocab_multiple=config.model.vocab_multiple)
+    found = HuggingFaceFolder(folder, vocab_multiple=model.spec.vocab_padded)
     with torch.no_grad():
         for name, rows, others, local in local_shards(model):
             found.read_into(local, name, rows, *others)
+    _fill_added(_base_tokenizer(found, config), tokenizer, model)
     first = (
         f"start from the {found.family.architecture} in {folder}: steps, the optimizer's moments, the learning rate "
         "schedule and the order of the data start from scratch"
