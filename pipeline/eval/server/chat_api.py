@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pipeline.common.errors import UserError
 from pipeline.eval.generation.batch import Token
-from pipeline.eval.server.asking import Serving, check_count, check_new_tokens, log_prompts
+from pipeline.eval.generation.chat import ChatPrompts
+from pipeline.eval.server.asking import Serving, check_count, check_new_tokens, log_prompts, seeds
 from pipeline.eval.server.bodies import ChatCompletion
-from pipeline.eval.server.openai_response import LEAST, OpenAIResponse, step_of
+from pipeline.eval.server.openai_response import LEAST, AnswerChoice, OpenAIResponse, step_of
 from pipeline.eval.server.refusal import Refusal
+from pipeline.eval.server.worker import Event, TextRequest
 
 
 def router(serving: Serving) -> APIRouter:
