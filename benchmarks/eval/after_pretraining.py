@@ -54,8 +54,9 @@ _LORA = (
 import peft
 from peft import LoraConfig
 from trl import SFTConfig, SFTTrainer
-talks = Dataset.from_list([{{"prompt": [{{"role": "user", "content": each}}],
-                            "completion": [{{"role": "assistant", "content": "Two miles."}}]}} for each in QUESTIONS * 2])
+answer = [{{"role": "assistant", "content": "Two miles."}}]
+talks = [{{"prompt": [{{"role": "user", "content": each}}], "completion": answer}} for each in QUESTIONS * 2]
+talks = Dataset.from_list(talks)
 settings = SFTConfig(
     out, max_steps={STEPS}, per_device_train_batch_size=2, bf16=False, use_cpu=True, report_to=[], save_strategy="no",
     logging_steps=1, learning_rate=1e-2, seed=1,

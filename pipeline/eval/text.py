@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,13 @@ from pipeline.common.console import Console, echo, say
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.eval import GenerateConfig
+from pipeline.data.tokenization.chat_prompts import chat_prompts
 from pipeline.eval.expert_choices import ExpertChoices, check_has_experts, show_choices
 from pipeline.eval.generation.batch import Token
 from pipeline.eval.generation.detokenize import TextTokenizer
 from pipeline.eval.generation.generate import Continuation, as_they_end, encode_prompt, stream
 from pipeline.eval.generation.sampling import Sampling
-from pipeline.eval.inference import load_decoder
+from pipeline.eval.inference import Loaded, load_decoder
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, section_of
 
 SLOTS = 32
@@ -39,13 +41,31 @@ def sampling_of(config: GenerateConfig, logprobs: int | None = None) -> Sampling
     )
 
 
-def continue_prompt(config: Config, which: WeightsOf = None, console: Console | None = None) -> str:
-    """Print `generate.prompt` and its continuation as it is generated; returns the continuation."""
+def continue_prompt(
+    config: Config,
+    which: WeightsOf = None,
+    console: Console | None = None,
+    *,
+    chat: bool = False,
+    chat_template: Path | None = None,
+) -> str:
+    """Print `generate.prompt` and its continuation as it is generated; returns the continuation.
+
+    Args:
+        config: Of the run.
+        which: Checkpoint or folder of the weights; by default the latest checkpoint.
+        console: Where to.
+        chat: The prompt is a message of a user, and the continuation its answer.
+        chat_template: File of a template in place of the model's own.
+    """
     console = console or Console()
     loaded = load_decoder(config, which)
     _say_weights(console, config, loaded.source)
-    coming = stream(loaded.model, loaded.tokenizer, config.generate.prompt, sampling_of(config.generate))
-    _show(console, config.generate.prompt, style="bold")
+    (prompt,), sampling = _as_asked(
+        loaded, [config.generate.prompt], sampling_of(config.generate), chat=chat, template=chat_template
+    )
+    coming = stream(loaded.model, loaded.tokenizer, prompt, sampling)
+    _show(console, config.generate.prompt + ("\n" if chat else ""), style="bold")
     pieces = []
     for piece in coming:
         _show(console, piece.text)
@@ -62,6 +82,8 @@ def continue_prompts(
     as_json: bool = False,
     logprobs: int | None = None,
     experts: bool = False,
+    chat: bool = False,
+    chat_template: Path | None = None,
     console: Console | None = None,
 ) -> None:
     """Print prompts and their continuations, which are generated together, in the order given.
@@ -76,10 +98,12 @@ def continue_prompts(
         experts: Show which experts the tokens chose. JSON then has `prompt_tokens` too. `experts` of a token are a
             list by layer, or null for the last one if the model has not read it; `expert_shares` has by layer the share
             of the tokens that chose each expert.
+        chat: Each prompt is a message of a user, and its continuation the answer.
+        chat_template: File of a template in place of the model's own.
         console: Where to.
 
     Raises:
-        UserError: Experts of a model that has none.
+        UserError: Experts of a model that has none; a conversation with a model without a chat template.
     """
     console = console or Console()
     if experts:
@@ -87,8 +111,10 @@ def continue_prompts(
     loaded = load_decoder(config, which)
     if not as_json:
         _say_weights(console, config, loaded.source)
-    settings = sampling_of(config.generate, logprobs)
-    ended = as_they_end(loaded.model, loaded.tokenizer, prompts, settings, slots=SLOTS, experts=experts)
+    asked, settings = _as_asked(
+        loaded, prompts, sampling_of(config.generate, logprobs), chat=chat, template=chat_template
+    )
+    ended = as_they_end(loaded.model, loaded.tokenizer, asked, settings, slots=SLOTS, experts=experts)
     counts = {layer: mixture.router.count for layer, mixture in loaded.model.spec.expert_layers.items()}
     for number, (index, continuation) in enumerate(_in_order(ended)):
         if as_json:
@@ -99,11 +125,27 @@ def continue_prompts(
             continue
         if number:
             console.print()
-        _show(console, prompts[index], style="bold")
+        _show(console, prompts[index] + ("\n" if chat else ""), style="bold")
         _show(console, continuation.text + "\n")
         if continuation.choices is not None:
             console.print()
             show_choices(console, continuation.choices, counts, lambda token: loaded.tokenizer.decode([token]))
+
+
+def _as_asked(
+    loaded: Loaded, prompts: Sequence[str], sampling: Sampling, *, chat: bool, template: Path | None
+) -> tuple[Sequence[str | Sequence[int]], Sampling]:
+    """Prompts and sampling as they go to the model: texts to continue, or conversations to answer."""
+    if not chat:
+        return prompts, sampling
+    found = chat_prompts(loaded.source.path, loaded.tokenizer, template)
+    if found is None:
+        raise UserError(
+            f"--chat: the model in {loaded.source.path} has no chat template; give one with --chat-template FILE"
+        )
+    ids = [found.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
+    found.close()
+    return ids, replace(sampling, end_tokens=found.end_tokens)
 
 
 def read_prompts(file: Path) -> list[str]:

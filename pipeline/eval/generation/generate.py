@@ -108,9 +108,11 @@ def _positions(model: Decoder, ids: Sequence[int], sampling: Sampling) -> int:
     return max(len(ids), new) + 1 if model.spec.sided else len(ids) + new
 
 
-def stream(model: Decoder, tokenizer: TextTokenizer, prompt: str, sampling: Sampling) -> Iterator[GeneratedText]:
+def stream(
+    model: Decoder, tokenizer: TextTokenizer, prompt: str | Sequence[int], sampling: Sampling
+) -> Iterator[GeneratedText]:
     """The pieces of one text as they come; their texts joined are the continuation. See `generate`."""
-    ids = encode_prompt(tokenizer, prompt)
+    ids = encode_prompt(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
     batch = GenerationBatch(model, tokenizer, slots=1, max_length=_positions(model, ids, sampling))
     batch.start(ids, sampling)
     return _pieces(batch)

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from pipeline import __version__
 from pipeline.common.errors import UserError
 from pipeline.config.eval import ServeConfig
-from pipeline.eval.server import megatron_api, openai_api
+from pipeline.eval.server import chat_api, megatron_api, openai_api
 from pipeline.eval.server.asking import Serving
 from pipeline.eval.server.bodies import problem
 from pipeline.eval.server.guard import HAS_KEY, Guard
@@ -50,6 +50,7 @@ def create_app(
         log=serving.log,
     )
     app.include_router(openai_api.router(serving))
+    app.include_router(chat_api.router(serving))
     app.include_router(megatron_api.router(serving))
 
     @app.get("/", include_in_schema=False)
@@ -83,7 +84,8 @@ def create_app(
     async def http(request: Request, error: HTTPException) -> Response:
         message = str(error.detail)
         if error.status_code == 404:
-            message = "there is no such route; the routes are /v1/completions, /v1/models, /api and /health"
+            routes = "/v1/completions, /v1/chat/completions, /v1/models, /api and /health"
+            message = f"there is no such route; the routes are {routes}"
         elif error.status_code == 400:  # of the body: whatever JSON made of it
             return _response(request, Refusal(422, "the body is not JSON"))
         return _response(request, Refusal(error.status_code, message), error.headers)
@@ -116,6 +118,7 @@ def _health(serving: Serving) -> dict[str, Any]:
         "running": worker.running,
         "slots": worker.slots,
         "queue": worker.queue,
+        "chat": served.chat is not None,
         "max_length": worker.max_length,
         "max_prompt_tokens": worker.max_length - 1,
         "watch": None if serving.watch is None else {"error": serving.watch.error},

@@ -291,11 +291,10 @@ def _message(number: int, value: Any) -> dict[str, str]:
     unknown = next((key for key, each in value.items() if key not in ("role", "content") and each is not None), None)
     if unknown is not None:
         raise ValueError(f"message {number} has {_plain(str(unknown))!r}, which is not supported here; leave it out")
-    if isinstance(content, list):
-        content = "".join(_part(number, each) for each in content)
-    if not _is_text(content):
+    text = "".join(_part(number, each) for each in content) if isinstance(content, list) else content
+    if not isinstance(text, str) or not _is_text(text):
         raise ValueError(f"message {number} needs content: a UTF-8 text, or a list of parts of the type 'text'")
-    return {"role": role, "content": content}
+    return {"role": role, "content": text}
 
 
 def _part(number: int, part: Any) -> str:

@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pipeline.common.errors import UserError
+from pipeline.data.tokenization.chat_prompts import ChatPrompts
 from pipeline.eval.generation.batch import Token
-from pipeline.eval.generation.chat import ChatPrompts
 from pipeline.eval.server.asking import Serving, check_count, check_new_tokens, log_prompts, seeds
 from pipeline.eval.server.bodies import ChatCompletion
 from pipeline.eval.server.openai_response import LEAST, AnswerChoice, OpenAIResponse, step_of
@@ -31,7 +31,7 @@ def router(serving: Serving) -> APIRouter:
         check_count(serving, texts, "n")
         for field in ("max_tokens", "max_completion_tokens"):
             check_new_tokens(serving, body, field)
-        chat = serving.chat
+        chat = serving.served.chat
         if chat is None:
             raise Refusal(
                 404,

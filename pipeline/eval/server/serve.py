@@ -56,7 +56,9 @@ class Access:
         return choose_keys(self.key_file, makes_one=self.socket is None)
 
 
-def serve(config: Config, which: WeightsOf, access: Access, console: Console) -> None:
+def serve(
+    config: Config, which: WeightsOf, access: Access, console: Console, chat_template: Path | None = None
+) -> None:
     """Answer requests with a model until SIGTERM, SIGHUP or SIGINT.
 
     Args:
@@ -64,17 +66,23 @@ def serve(config: Config, which: WeightsOf, access: Access, console: Console) ->
         which: checkpoint or folder of the weights; None for the latest checkpoint.
         access: how the server is reached.
         console: gets the log.
+        chat_template: file of a template to take in place of the model's own.
 
     Raises:
         UserError: the port is taken, other machines would reach it without a key, or as `load_for_inference`.
     """
-    with opened(config, which, access, access.keys(), console) as server:
+    with opened(config, which, access, access.keys(), console, chat_template) as server:
         server.run(server.listening)
 
 
 @contextmanager
 def opened(
-    config: Config, which: WeightsOf, access: Access, keys: Keys | None, console: Console
+    config: Config,
+    which: WeightsOf,
+    access: Access,
+    keys: Keys | None,
+    console: Console,
+    chat_template: Path | None = None,
 ) -> Generator[Server, None, None]:
     """A server that is bound and has its model, to be run; afterwards its threads have ended."""
     settings = config.serve
@@ -99,7 +107,7 @@ def opened(
         screen = Console(stderr=True)
         if screen.is_terminal:  # where somebody waits; scripts read the address from the first line
             say(screen, f"loading the model of {which if isinstance(which, Path) else config.run.dir}")
-        served = load_served(config, which)
+        served = load_served(config, which, chat_template)
         worker = Worker(
             served,
             slots=settings.slots,
@@ -107,7 +115,7 @@ def opened(
             queue=settings.queue,
             report=log,
         )
-        watch = CheckpointWatcher(config, worker, log) if settings.watch else None
+        watch = CheckpointWatcher(config, worker, log, chat_template) if settings.watch else None
         serving = Serving(worker, settings, log, watch)
         is_local = is_of_this_machine(listening)
         if not is_local and tls is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import orjson
 
 from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.data.datasets.token_bytes import token_bytes
+from pipeline.data.tokenization.chat_prompts import chat_prompts
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.server.worker import Served, Worker
@@ -25,11 +27,16 @@ _GENEROUS = 16
 """Factor by which a normalizer may shorten a text; an estimate."""
 
 
-def load_served(config: Config, which: WeightsOf) -> Served:
+def load_served(config: Config, which: WeightsOf, chat_template: Path | None = None) -> Served:
     """The model of verified weights: of a checkpoint, or in a folder.
 
+    Args:
+        config: of the run.
+        which: weights.
+        chat_template: file of a template to take in place of the model's own.
+
     Raises:
-        UserError: as `load_for_inference`.
+        UserError: as `load_for_inference`, or the template cannot be used.
     """
     loaded = load_decoder(config, which)
     source = loaded.source
@@ -44,6 +51,7 @@ def load_served(config: Config, which: WeightsOf) -> Served:
         loaded_at=time.time(),
         average=section_of(source, config.eval.weights) == "ema",
         folder=source.path.name if isinstance(source, ExportedWeights) else None,
+        chat=chat_prompts(source.path, loaded.tokenizer, chat_template),
     )
 
 
@@ -66,10 +74,14 @@ class CheckpointWatcher:
         config: of the run, as the server was started with it.
         worker: who gets the models.
         log: told what was taken up, and what could not be.
+        chat_template: as for `load_served`.
     """
 
-    def __init__(self, config: Config, worker: Worker, log: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, worker: Worker, log: Callable[[str], None], chat_template: Path | None = None
+    ) -> None:
         self._config, self._worker, self._log = config, worker, log
+        self._chat_template = chat_template
         self._checkpoints = Checkpoints.of_run(config.run.dir)
         self._taken = worker.served.fingerprint
         self._bad: tuple[str, float] | None = None  # what could not be loaded, and when
@@ -106,7 +118,7 @@ class CheckpointWatcher:
                 return
             if self._bad is not None and self._bad[0] == fingerprint and time.monotonic() < self._bad[1]:
                 return
-            served = load_served(self._config, latest.step)
+            served = load_served(self._config, latest.step, self._chat_template)
             if served.tokenizer.fingerprint != self._worker.served.tokenizer.fingerprint:
                 raise UserError(f"{latest.path} has another tokenizer; restart the server")
         except Exception as error:  # damaged, removed while it was read, out of memory: the present one stays

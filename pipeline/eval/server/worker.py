@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from pipeline.common.errors import UserError
+from pipeline.data.tokenization.chat_prompts import ChatPrompts
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.generation.batch import GeneratedText, GenerationBatch, Token
 from pipeline.eval.generation.sampling import Sampling
@@ -45,6 +46,8 @@ class Served:
     """True for the moving average of the weights."""
     folder: str | None = None
     """Name of the folder of the weights; None for a checkpoint."""
+    chat: ChatPrompts | None = None
+    """For conversations; None if there is no chat template."""
 
     @property
     def id(self) -> str:

@@ -20,6 +20,7 @@ from pipeline.common.console import progress
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.config.load import RUN_FILE, dump_values
+from pipeline.data.chat.kept_template import find_template, keep_template
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.exported import Weights
 from pipeline.train.checkpoint.fingerprint import differences
@@ -152,6 +153,7 @@ def _write(
             files = write_weight_files(tmp, shards, lambda wanted: _mean(checkpoints, weights, wanted), advance)
         tokenizer = Tokenizer.open(newest.path)
         tokenizer.save(tmp)
+        keep_template(tmp, find_template(newest.path))
         start = start_token_of(states[-1]["config"], tokenizer)
         storage.put(tmp / RUN_FILE, dump_values(states[-1]["config"]).encode())
         storage.put_json(

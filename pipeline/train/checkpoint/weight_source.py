@@ -19,6 +19,7 @@ from pipeline.common.paths import StrPath
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config.load import RUN_FILE, written_values
 from pipeline.config.model import ModelConfig
+from pipeline.data.chat.kept_template import find_template
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.committed import COMMIT, changed, step_of
 from pipeline.train.checkpoint.export import START_TOKEN, longest_windows, start_token_of
@@ -40,6 +41,8 @@ class WeightSource(Protocol):
     positions: int
     """The longest context of their training, in tokens."""
     tokenizer: Tokenizer
+    chat_template: str | None
+    """Template of the conversations that it was trained on; None: of none."""
     start_token: int | None
     """Id that the decoder of an encoder-decoder begins with; None: the end of a document, or it is not known."""
     origin: Mapping[str, Any]
@@ -92,6 +95,7 @@ class _InCheckpoint:
         self.model = validated_model(state["fingerprints"]["model"], f"{self.name} {_IMPOSSIBLE}")
         self.positions = longest_windows(state["config"])
         self.tokenizer = Tokenizer.open(self.checkpoint.path)
+        self.chat_template = find_template(self.checkpoint.path)
         self.start_token = start_token_of(state["config"], self.tokenizer)
         self.config: Mapping[str, Any] | None = state["config"]
         self.origin: Mapping[str, Any] = {
@@ -131,6 +135,7 @@ class _Exported:
                 "without that option, from a folder with tokenizer.json"
             )
         self.tokenizer = tokenizer
+        self.chat_template = find_template(self.folder)
         self.start_token = source.about.get(START_TOKEN)
         self.origin = source.about
         run_file = self.folder / RUN_FILE

@@ -42,7 +42,7 @@ def model_card(title: str, found: WeightSource, family: Family, facts: Mapping[s
         parts.append(f"## Data\n\n{data}")
     if not masked:
         what = (
-            "`tokenizer_config.json` has the chat template that was named at the export."
+            "`chat_template.jinja` is the template of its conversations."
             if chat
             else "This is a base model: it continues texts, and has no chat template."
         )

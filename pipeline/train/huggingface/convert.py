@@ -20,6 +20,9 @@ from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.common.versions import versions
 from pipeline.config.eval import GenerateConfig
 from pipeline.config.load import dump_values
+from pipeline.data.chat.kept_template import keep_template, with_tokens
+from pipeline.data.chat.template_files import has_template, read_template, template_of_tokenizer, tokens_of_tokenizer
+from pipeline.data.tokenization.chat_prompts import ChatPrompts
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 from pipeline.train.checkpoint.export import START_TOKEN, free_folder, made_folder
 from pipeline.train.checkpoint.exported import Weights
@@ -40,6 +43,7 @@ from pipeline.train.huggingface.foreign_model import ForeignModel
 from pipeline.train.huggingface.names import TensorRule
 from pipeline.train.huggingface.pooled import write_pooled
 from pipeline.train.huggingface.tensors import TensorMapping, map_tensors
+from pipeline.train.huggingface.untrained_tokens import untrained_note
 from pipeline.train.model.decoder_spec import decoder_spec
 
 MODEL_FILE = "model.yaml"
@@ -91,8 +95,9 @@ def to_hf(
     """
     to = Path(to)
     free_folder(to)
-    template = None if chat_template is None else _chat_template(chat_template)
     found = open_weights(source, step, weights, full=full)
+    template = found.chat_template if chat_template is None else read_template(chat_template, "--chat-template")
+    chat = None if template is None else ChatPrompts(template, found.tokenizer, str(chat_template or found.name))
     if pooled and found.model.direction == "causal":
         raise UserError(
             "--pooled is for encoders, and model.direction is causal: of a text its last token alone has seen all; "
@@ -124,10 +129,13 @@ def to_hf(
         padding = _padding(found, ends.get("decoder_start_token_id"))
         if found.model.direction == "causal":
             fills = ends["eos_token_id"] if padding is None else padding[1]
-            storage.put_json(tmp / GENERATION_FILE, {**ends, "pad_token_id": fills, **_sampling(found.config or {})})
+            stops = {} if chat is None else {"eos_token_id": [*chat.end_tokens, ends["eos_token_id"]]}
+            settings = {**ends, **stops, "pad_token_id": fills, **_sampling(found.config or {})}
+            storage.put_json(tmp / GENERATION_FILE, settings)
         found.tokenizer.save(tmp)
+        keep_template(tmp, template)
         _add_nothing(tmp / TOKENIZER_FILE)
-        about_tokens = _tokenizer_config(found, None if padding is None else padding[0], pooled, template)
+        about_tokens = _tokenizer_config(found, None if padding is None else padding[0], pooled)
         storage.put_json(tmp / TOKENIZER_CONFIG_FILE, about_tokens)
         if pooled:
             write_pooled(tmp, model.dim, found.positions)
@@ -192,14 +200,27 @@ def from_hf(
     free_folder(to)
     found = HuggingFaceFolder(folder, ignore)
     tokenizer = _tokenizer_of(found, end_of_document, weights_only)
+    template = None if weights_only else _template_of(found.folder)
     quantized = (
         f"; decoded from {found.quantization.method} (exports are never quantized)" if found.quantization else ""
     )
-    return write_converted(found, tokenizer, to, kind="from-hf", max_shard=max_shard, console=console) + quantized
+    done = write_converted(
+        found, tokenizer, to, kind="from-hf", max_shard=max_shard, console=console, chat_template=template
+    )
+    if tokenizer is not None and template is not None:
+        done += untrained_note(found, tokenizer, template)
+    return done + quantized
 
 
 def write_converted(
-    found: ForeignModel, tokenizer: Tokenizer | None, to: Path, *, kind: str, max_shard: int | None, console: Console
+    found: ForeignModel,
+    tokenizer: Tokenizer | None,
+    to: Path,
+    *,
+    kind: str,
+    max_shard: int | None,
+    console: Console,
+    chat_template: str | None = None,
 ) -> str:
     """Write a folder that `train.init_from.path` takes; says what it wrote.
 
@@ -210,6 +231,7 @@ def write_converted(
         kind: of conversion, which the folder records.
         max_shard: bytes of tensors in a file at most.
         console: for the progress bar.
+        chat_template: of the model.
     """
     total = sum(each.bytes for each in found.tensors.values())
     shards = split_into_files(found.tensors, max_shard)
@@ -218,6 +240,7 @@ def write_converted(
             files = write_weight_files(tmp, shards, lambda wanted: _our_tensors(found, wanted), advance)
         if tokenizer is not None:
             tokenizer.save(tmp)
+            keep_template(tmp, chat_template)
         storage.put(tmp / MODEL_FILE, run_file_section(found, tokenizer, Path(os.path.abspath(to))).encode())
         storage.put_json(
             tmp / EXPORT_ORIGIN,
@@ -363,7 +386,7 @@ def _add_nothing(file: Path) -> None:
         storage.put_json(file, {**state, "post_processor": kept[0] if kept else None})
 
 
-def _tokenizer_config(found: WeightSource, padding: str | None, pooled: bool, template: str | None) -> Json:
+def _tokenizer_config(found: WeightSource, padding: str | None, pooled: bool) -> Json:
     tokenizer, more = found.tokenizer, dict[str, str]()
     if found.model.direction == "both":
         masks = [token for token in _MASK_TOKENS if token in tokenizer.special_tokens]
@@ -371,7 +394,6 @@ def _tokenizer_config(found: WeightSource, padding: str | None, pooled: bool, te
     if padding is None and pooled:  # texts of a batch are filled up
         padding = tokenizer.end_of_document_token
     more |= {} if padding is None else {"pad_token": padding}
-    more |= {} if template is None else {"chat_template": template}
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokenizer.end_of_document_token,
@@ -406,13 +428,8 @@ def _sampling(config: Mapping[str, Any]) -> Json:
     return {**values, "do_sample": True} if values else {}
 
 
-def _chat_template(file: Path) -> str:
-    try:
-        text = storage.read_bytes(file, storage.SMALL_BYTES).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--chat-template {file}: it cannot be read: {error}; name a file of text in Jinja") from None
-    if "messages" not in text:
-        raise UserError(
-            f"--chat-template {file}: it never says `messages`, the list of a conversation; name a template in Jinja"
-        )
-    return text
+def _template_of(folder: Path) -> str | None:
+    """The chat template of a downloaded model; None if it has none."""
+    if not has_template(folder):
+        return None
+    return with_tokens(template_of_tokenizer(folder, str(folder)), tokens_of_tokenizer(folder))

@@ -25,6 +25,7 @@ from pipeline.common.errors import MachineError, NumericalError, RankFailed, Sto
 from pipeline.common.format import size
 from pipeline.common.versions import versions
 from pipeline.config import Config
+from pipeline.data.chat.kept_template import keep_template
 from pipeline.data.order.journal import Journal
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import UNREADABLE
@@ -427,6 +428,7 @@ class Saver:
         assert written is not None, "only rank 0 commits"
         files = {name: record for by_rank in written for name, record in by_rank.items()}
         self._plan.tokenizer.save(tmp)
+        keep_template(tmp, self._plan.chat_template)
         files |= {path.name: record_of(path) for path in tmp.iterdir() if path.name not in files}
         self._checkpoints.commit(tmp, job.step, files, job.state, self._folder.assert_mine)
 

@@ -66,7 +66,8 @@ def fill_added_rows(model: ParallelModel, added: range) -> None:
         sums = torch.zeros(3, int(width), dtype=torch.int64, device=device)
         for rows, columns, local in shards:
             known = local[: max(0, min(rows.stop, added.start) - rows.start)].reshape(-1, local[:1].numel())
-            for some in known.split(4096):
+            for first in range(0, len(known), 4096):
+                some = known[first : first + 4096]
                 values = some.detach().double()
                 bad = ~(values.abs() < _MOST)
                 sums[0, columns] += (values.masked_fill(bad, 0) * _UNIT).round().to(torch.int64).sum(0)

@@ -9,6 +9,7 @@ from pathlib import Path
 from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
+from pipeline.data.chat.kept_template import template_of_datasets
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import begun_fingerprint, open_datasets
 from pipeline.data.datasets.packing.verify import check_packs
@@ -48,6 +49,8 @@ class RunPlan:
     """Things that the user should know before the first step."""
     exhaustions: dict[int, list[str]]
     """Sources that drop out of the blend, in words, by step, counted from 0."""
+    chat_template: str | None
+    """Template of the conversations that are trained on."""
 
     def segment(self, step: int) -> Segment:
         """Segment of the journal that a step, counted from 0, is in."""
@@ -105,6 +108,8 @@ def plan_run(
         # Said before the plans are compared: what lies after an end is not planned.
         run_length.check_end(Sampler(journal), checkpoint.step)
         journal = journal.going_on(saved, checkpoint.step)
+    template, several = template_of_datasets(dataset.manifest.settings for dataset in datasets.values())
+    warnings += [several] if several else []
     sampler = Sampler(journal)
     length = run_length.run_length(config, sampler)
     first = checkpoint.step if checkpoint else 0
@@ -112,7 +117,7 @@ def plan_run(
     exhaustions: dict[int, list[str]] = {}
     for step, line in run_length.exhaustions(sampler, length.steps):
         exhaustions.setdefault(step, []).append(line)
-    return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions)
+    return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions, template)
 
 
 def _identity(dataset: Dataset, source: str, journal: Journal) -> str | dict[str, str]:

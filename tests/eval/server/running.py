@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -66,9 +67,10 @@ def running(
     keys: Keys | None = None,
     step: WeightsOf = None,
     access: Access = ANYBODY,
+    chat_template: Path | None = None,
 ) -> Iterator[Running]:
     """A server over the run of a config whose `serve.port` is 0; it asks for no key unless one is given."""
     log = io.StringIO()
     keys = keys if key is None else Keys([("", key)])
-    with opened(config, step, access, keys, Console(file=log)) as server, in_thread(server):
+    with opened(config, step, access, keys, Console(file=log), chat_template) as server, in_thread(server):
         yield Running(server, server.url, log)
