@@ -38,6 +38,11 @@ def read_template(path: Path, key: str) -> str:
         raise UserError(f"{key}: {path} cannot be read as a chat template: {error}") from None
 
 
+def has_template(folder: Path) -> bool:
+    """True if the files of a tokenizer have a chat template."""
+    return (folder / TEMPLATE_FILE).is_file() or bool(_tokenizer_config(folder).get("chat_template"))
+
+
 def template_of_tokenizer(folder: Path, key: str) -> str:
     """The template in the folder of a tokenizer.
 

@@ -77,7 +77,7 @@ class ChatTemplate(RecordTemplate):
             )
         else:
             text = template_of_tokenizer(folder, place)
-        special = {tokenizer.end_of_document, *tokenizer.special_tokens}
+        special = {tokenizer.end_of_document, *tokenizer.special_tokens, *tokenizer.add_tokens}
         tokens = {"eos_token": tokenizer.end_of_document}
         if file is not None and folder is not None:
             special |= special_tokens_of(folder / "tokenizer.json" if file.is_dir() else file)
