@@ -76,6 +76,9 @@ class HarnessConfig(Section):
     without network into its folder `prefetched`."""
     batch_size: int | None = Field(default=None, ge=1, le=MAX_SAMPLES)
     """Requests of one forward pass on a process; by default `eval.batch_size`."""
+    apply_chat_template: bool = False
+    """Ask each question as a message of a user, by the model's chat template (`docs/after-pretraining.md`); an answer
+    ends with its turn."""
 
 
 class ContinuationsConfig(Section):

@@ -257,7 +257,7 @@ def test_options_stand_for_config_keys(
     write(tmp_path)
     seen = []
     module = types.ModuleType("pipeline.eval.text")
-    module.continue_prompt = lambda config, step: seen.append((config.generate, step))  # type: ignore[attr-defined]
+    module.continue_prompt = lambda config, step, **_: seen.append((config.generate, step))  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pipeline.eval.text", module)
     call("generate", "run.yaml", "generate.top_p=0.5", "--prompt", "${x: ???", "--top-k", "5", "--step", "7")
     options, step = seen[0]

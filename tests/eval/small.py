@@ -97,7 +97,7 @@ def write_wikitext(file: Path) -> Path:
     return file
 
 
-def harness_figures(hf: Path, root: Path, folder: Path, names: list[str]) -> dict[str, Any]:
+def harness_figures(hf: Path, root: Path, folder: Path, names: list[str], *, chat: bool = False) -> dict[str, Any]:
     """What lm-evaluation-harness itself says of an exported model, by task."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -110,6 +110,7 @@ def harness_figures(hf: Path, root: Path, folder: Path, names: list[str]) -> dic
         task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
         bootstrap_iters=10,
         log_samples=False,
+        apply_chat_template=chat,
     )
     results: dict[str, Any] = found["results"]
     return results

@@ -27,6 +27,7 @@ class ChatPrompts:
     """Token ids of conversations up to the next answer. Safe to use from several threads.
 
     Attributes:
+        template: as given.
         end_tokens: ids that end an answer, besides the end of a document.
 
     Args:
@@ -39,7 +40,7 @@ class ChatPrompts:
     """
 
     def __init__(self, template: str, tokenizer: Tokenizer, place: str) -> None:
-        self._tokenizer = tokenizer
+        self.template, self._tokenizer = template, tokenizer
         added = orjson.loads(tokenizer.definition)["added_tokens"]
         special = {each["content"] for each in added if each["special"]}
         special |= {tokenizer.end_of_document_token, *tokenizer.special_tokens}
@@ -54,7 +55,15 @@ class ChatPrompts:
         self.end_tokens = self._ends_of_turns(found["two turns"].text)
 
     def encode(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Ids of a conversation, up to where the next answer begins.
+        """Ids of a conversation, up to where the next answer begins; see `render`."""
+        return self.encode_text(self.render(messages))
+
+    def encode_text(self, text: str) -> list[int]:
+        """Ids of a text by the template, in which special tokens count as such."""
+        return self._tokenizer.encode_parsed(text)[0] or [self._tokenizer.end_of_document]
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """The text of a conversation, up to where the next answer begins.
 
         Args:
             messages: `role` and `content` of each.
@@ -71,10 +80,9 @@ class ChatPrompts:
                 )
         variables = {**self._tokens, "messages": list(messages), "tools": None, "add_generation_prompt": True}
         try:
-            text = self._renderer.render(variables).text
+            return self._renderer.render(variables).text
         except CannotRender as error:
             raise UserError(f"the chat template refuses the conversation: {error}") from None
-        return self._tokenizer.encode_parsed(text)[0] or [self._tokenizer.end_of_document]
 
     def close(self) -> None:
         """End the process that renders."""

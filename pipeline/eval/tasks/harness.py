@@ -26,6 +26,7 @@ from pipeline.common.redaction import masked
 from pipeline.config import Config
 from pipeline.config.eval import HarnessConfig
 from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
+from pipeline.data.tokenization.chat_prompts import ChatPrompts, chat_prompts
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.reports import benchmark_path, evaluated_by, kept_results
 from pipeline.eval.tasks.builtin import Row, made_with_weights, print_results, results_of, truncated_words
@@ -195,7 +196,12 @@ def _evaluate(
         _Alive(beat) as alive,
         out_of_memory_means(lambda: f"lower eval.harness.batch_size ({batch_size} now)"),
     ):
-        model = HarnessModel(engine, batch_size, lambda what, count: alive.progress(console, what, count))
+        model = HarnessModel(
+            engine,
+            batch_size,
+            lambda what, count: alive.progress(console, what, count),
+            _chat(engine) if harness.apply_chat_template else None,
+        )
         found = simple_evaluate(
             model=model,
             tasks=_names(harness),
@@ -204,12 +210,25 @@ def _evaluate(
             limit=harness.limit,
             bootstrap_iters=_BOOTSTRAP if engine.is_first else 0,
             log_samples=False,
+            apply_chat_template=harness.apply_chat_template,
         )
         # Rank 0 resamples, for which the others wait here.
         result: dict[str, Any] = broadcast_from_rank0(
             lambda: {key: _plain(found[key]) for key in _KEPT if key in found} | {"truncated": dict(+model.truncated)}
         )
     return result
+
+
+def _chat(engine: GenerationEngine) -> ChatPrompts:
+    """Conversations by the template beside the weights."""
+    assert engine.source is not None
+    found = chat_prompts(engine.source.path, engine.tokenizer)
+    if found is None:
+        raise UserError(
+            f"eval.harness.apply_chat_template: the weights in {engine.source.path} have no chat template "
+            "(chat_template.jinja); they get one by training on a source with `chat:`"
+        )
+    return found
 
 
 class _Tasks:
@@ -340,6 +359,7 @@ def _made_with(config: Config, source: Evaluated) -> dict[str, Any]:
         "tasks": _names(harness),
         "num_fewshot": harness.num_fewshot,
         "limit": harness.limit,
+        **({"apply_chat_template": True} if harness.apply_chat_template else {}),
         "files": value_hash(sorted(_files(harness))),
     }
 

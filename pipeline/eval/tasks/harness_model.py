@@ -14,6 +14,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 
 from pipeline.common.errors import UserError
+from pipeline.data.tokenization.chat_prompts import ChatPrompts
 from pipeline.eval.engine import GenerationEngine
 from pipeline.eval.scoring import Prompt, Request, Scored, continue_greedily, rolling, score, truncated
 
@@ -37,6 +38,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         progress: Callable[[str, int], AbstractContextManager[Callable[[int], None]]] = lambda what, count: nullcontext(
             lambda count: None
         ),
+        chat: ChatPrompts | None = None,
     ) -> None:
         """A model for `simple_evaluate`.
 
@@ -45,11 +47,13 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             batch_size: requests of one forward pass on one rank.
             progress: given a word and a number of requests; inside its context they are computed, and what it yields is
                 told after each batch how many are done.
+            chat: makes a conversation of each context; None: contexts are texts to continue.
         """
         super().__init__()
         self._engine = engine
         self._batch_size = batch_size
         self._progress = progress
+        self._chat = chat
         self.truncated = Counter[str]()
         """Requests of each task whose context was longer than the model takes; only its end was used."""
 
@@ -73,8 +77,24 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
         """Names the tokenizer in the harness's cache of requests."""
         return self._engine.tokenizer.fingerprint
 
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """The template, of which the harness keeps a hash."""
+        return None if self._chat is None else self._chat.template
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, up to where the answer begins."""
+        if not add_generation_prompt:
+            raise UserError(
+                "eval.harness.apply_chat_template: a task begins the answer itself (gen_prefix), which is not "
+                "supported; leave the task out"
+            )
+        assert self._chat is not None
+        return self._chat.render(chat_history)
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text; nothing is added."""
+        """Ids of a text; nothing is added. In a conversation the special tokens of its template count as such."""
+        if self._chat is not None:
+            return self._engine.tokenizer.encode_parsed(string)[0]
         return self._engine.tokenizer.encode(string)
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
@@ -137,14 +157,16 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             prompts.append(Prompt(tokens[-room:], most))
             stops.append(stop)
 
+        ends = () if self._chat is None else self._chat.end_tokens
+
         def ended(number: int, tokens: list[int]) -> bool:
-            return any(stop in self._text(tokens) for stop in stops[number])
+            return tokens[-1] in ends or any(stop in self._text(tokens) for stop in stops[number])
 
         with self._progress("continuations", len(prompts)) as advance:
             new = continue_greedily(self._engine, prompts, batch_size=self._batch_size, ended=ended, advance=advance)
         texts = []
         for tokens, stop in zip(new, stops, strict=True):
-            text = self._text(tokens)
+            text = self._text([token for token in tokens if token not in ends])
             for end in stop:
                 text = text.split(end)[0]
             texts.append(text)

@@ -64,10 +64,10 @@ def test_a_chat_template(converted: Path, tmp_path: Path) -> None:
     again = AutoTokenizer.from_pretrained(tmp_path / "hf")
     text = again.apply_chat_template([{"role": "user", "content": "the cat"}], tokenize=False)
     assert text == "<|user|>the cat<|endoftext|><|end_of_turn|>"
-    assert "has the chat template" in (tmp_path / "hf" / "README.md").read_text()
-    for content, message in ((b"\xff", "cannot be read"), (b"hello", "never says `messages`")):
+    assert "chat_template.jinja" in (tmp_path / "hf" / "README.md").read_text()
+    for content, message in ((b"\xff", "cannot be read"), (b"hello", "leaves out what messages say")):
         file.write_bytes(content)
-        with pytest.raises(UserError, match=f"--chat-template .*{message}"):
+        with pytest.raises(UserError, match=f"--chat-template.*{message}"):
             to_hf(converted, tmp_path / "other", chat_template=file, console=QUIET)
     assert not (tmp_path / "other").exists()
 
