@@ -153,7 +153,8 @@ class PackReader:
     def rows(self, step: int) -> list[IntArray]:
         """Numbers in the step of the samples of each of the rank's micro-batches, ascending."""
         costs = self._lookup.step(step).costs() if self._balanced else None
-        return rank_rows(self._rank_samples[self._journal.segment_number(step)], costs)
+        mine = self._rank_samples[self._journal.segment_number(step)]
+        return rank_rows(mine.first(len(self._journal.samples(step))), costs)
 
     def read(self, step: int) -> StepData:
         """The data of a step of packs."""

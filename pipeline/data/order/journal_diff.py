@@ -102,6 +102,12 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
             if old.skips.get(what) != new.skips.get(what)
         ]
         return skipped, f"In blend.skip, remove from_step, or set it to {step + 1} or later."
+    samples = [sum(stretch.drawn.values()) for stretch in (one, two)]
+    if samples[0] != samples[1]:
+        return [f"samples of the run until then: {samples[0]:,} -> {samples[1]:,}"], (
+            "The last step of whole epochs is filled up with padding. Set train.duration as it was; to train for more "
+            "epochs, fork from a checkpoint before that step (pipeline fork)."
+        )
     advice = "Continue with the run file and the version of the code that the run had before."
     return ["the positions in its sources"], advice
 

@@ -242,7 +242,7 @@ def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> l
             SegmentRow(
                 phase=label(config, journal, number),
                 first_step=segment.first_step + 1,
-                last_step=segment.first_step + samples // segment.batch_size,
+                last_step=segment.first_step + -(-samples // segment.batch_size),
                 samples=samples,
                 tokens=samples * segment.sequence_length,
                 batch_size=segment.batch_size,

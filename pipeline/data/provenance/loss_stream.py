@@ -71,7 +71,7 @@ def loss_blocks(sampler: Sampler, file: LossFile, steps: Range) -> Iterator[Loss
         draws = sampler.steps(step, end)
         first = journal.samples(step).start
         codes = file.read(first, first + len(draws.source))
-        number_of = np.repeat(np.arange(step + 1, end + 1), segment.batch_size)
+        number_of = np.repeat(np.arange(step + 1, end + 1), segment.batch_size)[: len(draws.source)]
         samples = np.arange(first, first + len(codes))
         yield LossBlock(number, number_of, samples, *draws, recorded(codes), losses(codes))
         step = end

@@ -234,7 +234,7 @@ def where(
     chosen: list[tuple[int, int | None]] = [(index, None) for index in range(len(samples))]
     only = _chosen_rank(run, number, rank, ranks)
     if only is not None:
-        mine = RankSamples(len(samples), only[2], *only[:2])
+        mine = RankSamples(journal.segments[number].batch_size, only[2], *only[:2]).first(len(samples))
         micro_batches = rank_rows(mine, _costs(run, number, draws) if run.config.model.document_attention else None)
         chosen = [(index, micro_batch) for micro_batch, rows in enumerate(micro_batches) for index in rows.tolist()]
     drawn = []
