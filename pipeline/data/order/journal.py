@@ -71,6 +71,8 @@ class Journal(Record):
                 del source["loss_weight"]
             if not source["document_weights"]:
                 del source["document_weights"]
+            if not source["target_mask"]:
+                del source["target_mask"]
         return value
 
     @classmethod

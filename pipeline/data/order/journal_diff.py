@@ -76,6 +76,9 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
         if a.document_weights != b.document_weights:
             words = {True: "used", False: "not used"}
             found.append(f"weight_key of {name!r} {words[a.document_weights]} -> {words[b.document_weights]}")
+        if a.target_mask != b.target_mask:
+            words = {True: "trained parts alone", False: "all tokens"}
+            found.append(f"targets of {name!r}: {words[a.target_mask]} -> {words[b.target_mask]}")
         if a.documents != b.documents:
             found.append(f"documents of {name!r} {_slice(a.documents)} -> {_slice(b.documents)}")
         elif a.tokens != b.tokens:

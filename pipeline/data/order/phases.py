@@ -202,7 +202,14 @@ def _goes_on(one: Segment, two: Segment) -> bool:
 
 
 def _kept(source: SourceState) -> tuple[object, ...]:
-    return source.text, source.weight, source.stops, source.loss_weight, source.document_weights
+    return (
+        source.text,
+        source.weight,
+        source.stops,
+        source.loss_weight,
+        source.document_weights,
+        source.target_mask,
+    )
 
 
 @dataclass
@@ -366,6 +373,7 @@ class _Planner:
                 stops=source.on_exhausted == "stop",
                 loss_weight=loss_weights.get(name, source.loss_weight),
                 document_weights=source.weight_key is not None,
+                target_mask=has_mask(self._datasets[name]),
             )
             sources[name] = state.model_copy(update={"cap": self._cap(source, state, length)})
         return Segment(
@@ -402,6 +410,12 @@ class _Planner:
         self._sample += samples
         self._tokens += samples * segment.sequence_length
         return True
+
+
+def has_mask(dataset: Sized) -> bool:
+    """True if a dataset says of each token whether it is trained on as a target; False for one that is assumed."""
+    manifest = getattr(dataset, "manifest", None)
+    return manifest is not None and bool(manifest.has_mask)
 
 
 def _packs(dataset: Sized, length: int, documents: Interval | None) -> int:
