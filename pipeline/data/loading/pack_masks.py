@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.datasets.dataset import TokenSource
 from pipeline.data.loading.objectives.base import BoolArray
 from pipeline.data.order.journal import Journal
 from pipeline.data.order.locate_packs import LocatedPacks
@@ -22,6 +23,22 @@ from pipeline.data.order.windows import Instances
 
 MaskArray = npt.NDArray[np.uint8]
 """1 where a target is trained on, 0 where it is not."""
+
+
+def mask_of(dataset: TokenSource, start: int, count: int) -> MaskArray:
+    """The mask of some tokens of a dataset that has one.
+
+    Args:
+        dataset: Which.
+        start: First token.
+        count: How many.
+    """
+    mask = np.empty(count, np.uint8)
+    pieces = dataset.pieces(np.array([start]), np.array([count]))
+    places = (pieces.part, pieces.start, pieces.column, pieces.length)
+    for part, first, column, length in zip(*(each.tolist() for each in places), strict=True):
+        dataset.fill_mask(part, first, mask[column : column + length])
+    return mask
 
 
 class PackMasks:

@@ -62,7 +62,7 @@ class PackInstances:
 
     def __init__(self, dataset: TokenSource, state: SourceState, length: int, seed: int, source: str) -> None:
         assert state.packs is not None, source
-        self.count, self.tokens = state.packs, state.tokens
+        self.count, self.tokens, self.masked = state.packs, state.tokens, state.target_mask
         self.dtype, self.folder = dataset.dtype, dataset.folder
         self.part_view = dataset.part_view
         self._dataset, self._length, self._documents = dataset, length, state.documents

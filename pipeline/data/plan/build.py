@@ -26,6 +26,7 @@ from pipeline.data.datasets.open import dataset_place, is_finished, open_dataset
 from pipeline.data.datasets.remote.dataset import RemoteDataset
 from pipeline.data.datasets.remote.opening import opening_requests
 from pipeline.data.datasets.validate import check_datasets, check_tokenizers
+from pipeline.data.loading.masked_sources import check_masked_datasets
 from pipeline.data.loading.objectives.choice import check_objectives, uses
 from pipeline.data.loading.stream_shape import padding_share, stream_shape
 from pipeline.data.order.blend import UNIT
@@ -106,6 +107,7 @@ def make_data_plan(
         UserError: The run would be refused.
     """
     sized = open_sized(config, parse_assumed(config, assume))
+    check_masked_datasets(config, {name: each for name, each in sized.items() if isinstance(each, Dataset)})
     journal, done = planned_journal(config, sized)
     sampler = Sampler(journal)
     length = run_length(config, sampler)

@@ -182,7 +182,8 @@ def document_targets(instances: Instances, dataset: Dataset, places: IntArray, s
     """
     if isinstance(instances, PackInstances):
         chunks = instances.chunks(places)
-        return DocumentTargets(chunks.row, chunks.document, chunks.tokens)
+        targets = instances.trained(chunks) if instances.masked else chunks.tokens
+        return DocumentTargets(chunks.row, chunks.document, targets)
     assert isinstance(instances, Windows)
     pieces = instances.pieces(places)
     number, token = dataset.starts_in(pieces)
