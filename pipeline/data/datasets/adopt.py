@@ -6,12 +6,13 @@ import glob
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from pipeline.common.console import Console, byte_progress
@@ -25,12 +26,13 @@ from pipeline.data.datasets.foreign import (
     open_foreign,
     scan,
 )
-from pipeline.data.datasets.indexed import IndexedPart, part_files
+from pipeline.data.datasets.indexed import IndexedPart, document_lengths, part_files
 from pipeline.data.datasets.left_out import read_left_out, write_without
 from pipeline.data.datasets.manifest import (
     read_manifest,
 )
 from pipeline.data.datasets.merge import check_space
+from pipeline.data.datasets.target_mask import mask_blocks, mask_file, mask_problem, part_mask, write_mask_blocks
 from pipeline.data.datasets.token_files import IdType, TokenFormat, token_file_bytes, write_pairs
 from pipeline.data.datasets.verify import index_is_sound
 from pipeline.data.datasets.weights import WEIGHT, weights_file, weights_problem
@@ -57,6 +59,7 @@ def adopt(
 ) -> AdoptReport:
     """Make FOLDER/SPLIT a dataset of foreign files, a part each, in the order given. They are read once to check them.
 
+    Trained targets, PREFIX.mask as `docs/data-format.md` has it, are taken up where they lie beside all files.
     Loss weights of documents, PREFIX.weight with a little-endian float32 for each, are taken up where they lie beside
     all of the files. A source of a run file uses them with `weight_key: weight`.
 
@@ -92,7 +95,7 @@ def adopt(
     files = _open_all(prefixes)
     if leave_out is not None:
         return _adopt_without(leave_out, files, folder / split, opened, append_eod, source, console)
-    adoption = Adoption(folder / split, opened, link, append_eod, _have_weights(files))
+    adoption = Adoption(folder / split, opened, link, append_eod, _have_weights(files), _have_masks(files))
     return _checked(adoption, files, opened, append_eod, source, console)
 
 
@@ -131,7 +134,7 @@ def _adopt_without(
     """Adopt a copy of files that lacks some documents. It is made beside the folder of the source, and moved there."""
     if len(files) > 1:
         raise UserError(f"--leave-out: its numbers are of the documents of one file, and there are {len(files)}")
-    (name, part), has_weights = files[0], _have_weights(files)
+    (name, part), has_weights, has_mask = files[0], _have_weights(files), _have_masks(files)
     if not index_is_sound(part, shortest=0):
         raise UserError(f"{part.idx_path} is damaged: lengths, offsets and document bounds do not agree")
     left_out = read_left_out(leave_out, part)
@@ -142,7 +145,9 @@ def _adopt_without(
         if has_weights:
             weights = np.fromfile(weights_file(part.bin_path.with_suffix("")), WEIGHT)
             weights[kept].tofile(weights_file(prefix))
-        adoption = Adoption(final, opened, "move", append_eod, has_weights, kept)
+        if has_mask:
+            _write_kept_mask(part, kept, prefix)
+        adoption = Adoption(final, opened, "move", append_eod, has_weights, has_mask, kept)
         return _checked(adoption, [(name, IndexedPart(prefix))], opened, append_eod, source, console)
 
 
@@ -218,19 +223,57 @@ def _prefixes(argument: Path) -> list[Path]:
 
 def _have_weights(files: list[tuple[str, IndexedPart]]) -> bool:
     """True if all files have loss weights beside them, as many as documents; none of them may be without, else."""
-    paths = [weights_file(part.bin_path.with_suffix("")) for _, part in files]
+    return _have(
+        files,
+        weights_file,
+        lambda path, part: weights_problem(path, part.documents),
+        "loss weights",
+        "write a little-endian float32 for each document",
+    )
+
+
+def _have_masks(files: list[tuple[str, IndexedPart]]) -> bool:
+    """True if all files have trained targets beside them; none of them may be without, else."""
+    return _have(
+        files,
+        mask_file,
+        lambda path, part: mask_problem(path, document_lengths(part)),
+        "trained targets",
+        "write a little-endian u32 for each document and a byte for each token",
+    )
+
+
+def _have(
+    files: list[tuple[str, IndexedPart]],
+    file_of: Callable[[Path], Path],
+    problem_of: Callable[[Path, IndexedPart], str | None],
+    what: str,
+    how: str,
+) -> bool:
+    """True if all files have a further one beside them, which fits."""
+    paths = [file_of(part.bin_path.with_suffix("")) for _, part in files]
     missing = [path for path in paths if not path.exists()]
     if len(missing) == len(paths):
         return False
     if missing:
         raise UserError(
-            f"{missing[0]} is missing, but other files have loss weights beside them: give all files such weights, or "
+            f"{missing[0]} is missing, but other files have {what} beside them: give all files such {what}, or "
             "move those that are there elsewhere"
         )
     for path, (_, part) in zip(paths, files, strict=True):
-        if problem := weights_problem(path, part.documents):
-            raise UserError(f"{problem}; write a little-endian float32 for each document, or move the file elsewhere")
+        if problem := problem_of(path, part):
+            raise UserError(f"{problem}; {how}, or move the file elsewhere")
     return True
+
+
+def _write_kept_mask(part: IndexedPart, kept: npt.NDArray[np.int64], prefix: Path) -> None:
+    """Write the trained targets of some documents of a file, whose numbers ascend."""
+    counts, mask = part_mask(part.bin_path.with_suffix(""), part.documents, part.tokens, mapped=True)
+    runs = [run for run in np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1) if len(run)]
+    ranges = ((part.document_start(int(run[0])), part.document_start(int(run[-1]) + 1)) for run in runs)
+    blocks = (block for start, end in ranges for block in mask_blocks(mask[start:end]))
+    with write_mask_blocks(prefix, counts[kept], blocks) as file:
+        file.commit()
 
 
 def _check_ends(files: list[tuple[str, IndexedPart]], found: list[Scan], tokenizer: Tokenizer) -> None:
@@ -278,7 +321,7 @@ def _adopt_converted(
         with byte_progress(console, "copy", size) as advance:
             pairs = write_pairs(form, paths, ids, opened.vocab_size, opened.end_of_document, Path(place), advance)
         files = [(name, IndexedPart(prefix)) for name, prefix in pairs]
-        adoption = Adoption(final, opened, "move", append_eod, has_weights=False)
+        adoption = Adoption(final, opened, "move", append_eod, has_weights=False, has_mask=False)
         return _checked(adoption, files, opened, append_eod, source, console)
 
 

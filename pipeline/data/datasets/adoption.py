@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -27,13 +28,13 @@ from pipeline.data.datasets.foreign import (
 from pipeline.data.datasets.indexed import PROVENANCE, HashedFile, IndexedPart, part_files, part_prefix
 from pipeline.data.datasets.manifest import (
     CODE_VERSION,
-    PART,
     WEIGHT_KEY,
-    WEIGHTED_PART,
     Manifest,
+    part_record,
     write_dataset,
 )
 from pipeline.data.datasets.merge import StreamedIndex, check_space
+from pipeline.data.datasets.target_mask import Bytes, mask_bytes, mask_file, part_mask, write_mask_blocks
 from pipeline.data.datasets.weights import WEIGHT, weights_file, write_weights
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -81,6 +82,8 @@ class AdoptReport:
             )
         if manifest.coverage.unknown_share:
             lines.append(manifest.coverage.in_words)
+        if manifest.has_mask:
+            lines.append(f"{manifest.trained_tokens:,} of its tokens are trained targets, by the mask beside the files")
         if manifest.has_weights:
             lines.append("its documents have loss weights; `weight_key: weight` beside `dataset` uses them")
         lines.append(
@@ -105,6 +108,7 @@ class Adoption:
         link: Link,
         append_eod: bool,
         has_weights: bool,
+        has_mask: bool,
         kept: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.final = final
@@ -114,6 +118,8 @@ class Adoption:
         self._link = link
         self._append_eod = append_eod
         self._has_weights = has_weights
+        self._has_mask = has_mask
+        self._trained = 0
 
     def run(self, files: list[tuple[str, IndexedPart]], found: list[Scan], source: str) -> AdoptReport:
         folder = self.final.parent
@@ -121,18 +127,20 @@ class Adoption:
         _remove_stale(self.final)
         check_space(folder, sum(self._bytes(part, one) for (_, part), one in zip(files, found, strict=True)))
         tmp = storage.temporary(self.final)
-        table = np.zeros(len(files), WEIGHTED_PART if self._has_weights else PART)
+        table = np.zeros(len(files), part_record(weights=self._has_weights, mask=self._has_mask))
         settings: dict[str, Any] = {"adopted": [name for name, _ in files], "append_eod": self._append_eod}
         if self._kept is not None:
             settings["kept"] = {
                 "documents": len(self._kept),
                 "numbers": xxhash.xxh3_128_hexdigest(self._kept.tobytes()),
             }
-        inputs = [[one.bin_hash, one.documents, one.sequences] for one in found]
+        inputs: list[list[Any]] = [[one.bin_hash, one.documents, one.sequences] for one in found]
         if self._has_weights:
             settings[WEIGHT_KEY] = "weight"
             inputs += [[file_hash(weights_file(part.bin_path.with_suffix("")))] for _, part in files]
-        about = {
+        if self._has_mask:
+            inputs += [["mask", file_hash(mask_file(part.bin_path.with_suffix("")))] for _, part in files]
+        about: dict[str, Any] = {
             "source": source,
             "split": self.final.name,
             "text_bytes": sum(one.text_bytes for one in found),
@@ -150,6 +158,8 @@ class Adoption:
                     prefix = part_prefix(tmp, number)
                     storage.make_below(tmp, prefix.parent)
                     table[number] = self._part(prefix, number, name, part, one)
+                if self._has_mask:
+                    about["trained_tokens"] = self._trained
                 manifest, _ = write_dataset(tmp, table, self._tokenizer, about)
                 storage.commit(tmp, self.final)
         except BaseException:
@@ -178,6 +188,8 @@ class Adoption:
     def _bytes(self, part: IndexedPart, one: Scan) -> int:
         """Bytes of a part on disk, links not counted."""
         size = (PROVENANCE.itemsize + WEIGHT.itemsize * self._has_weights) * one.documents
+        if self._has_mask:
+            size += mask_bytes(one.documents, part.tokens + one.documents)
         if self._link == "copy" or self._is_open(one):
             size += (part.tokens + one.documents) * part.dtype.itemsize
         return size + StreamedIndex.file_size(one.sequences, one.documents)
@@ -208,14 +220,44 @@ class Adoption:
                 records["id_hash"] = [xxhash.xxh3_64_intdigest(f"{name}#{row}".encode()) for row in there.tolist()]
                 provenance.write(records.tobytes())
             provenance.commit()
-        record = tokens, one.documents, number, 0, bin_hash, idx_hash, provenance.hash, 0
-        if not self._has_weights:
-            return record
-        weights = np.fromfile(weights_file(part.bin_path.with_suffix("")), WEIGHT)
-        kept = np.concatenate([weights[:0], *(weights[rows] for rows in rows_with_tokens(part))])
-        with write_weights(prefix, kept) as file:
+        record = [tokens, one.documents, number, 0, bin_hash, idx_hash, provenance.hash, 0]
+        if self._has_weights:
+            weights = np.fromfile(weights_file(part.bin_path.with_suffix("")), WEIGHT)
+            kept = np.concatenate([weights[:0], *(weights[rows] for rows in rows_with_tokens(part))])
+            with write_weights(prefix, kept) as file:
+                file.commit()
+            record.append(file.hash)
+        if self._has_mask:
+            record.append(self._write_mask(prefix, part, opened))
+        return tuple(record)
+
+    def _write_mask(self, prefix: Path, part: IndexedPart, opened: bytearray | None) -> int:
+        """Write the trained targets of a part; returns the hash of the file.
+
+        Args:
+            prefix: of the part.
+            part: the files that it is made of.
+            opened: by `write_closed`: an end-of-document token that was appended is not a trained target.
+        """
+        counts, mask = part_mask(part.bin_path.with_suffix(""), part.documents, part.tokens, mapped=True)
+        groups = list(rows_with_tokens(part))
+        self._trained += int(counts.sum(dtype=np.int64))
+
+        def blocks() -> Iterator[Bytes]:
+            done = 0
+            for rows in groups:
+                starts, ends = part.starts_of(rows), part.starts_of(rows + 1)
+                own = np.array(mask[starts[0] : ends[-1]] if len(rows) else mask[:0])
+                if opened is not None:
+                    is_open = np.frombuffer(opened, np.uint8)[done : done + len(rows)] == 1
+                    own = np.insert(own, ends[is_open] - starts[0], 0)
+                done += len(rows)
+                yield own
+
+        kept = np.concatenate([counts[:0], *(counts[rows] for rows in groups)])
+        with write_mask_blocks(prefix, kept, blocks()) as file:
             file.commit()
-        return *record, file.hash
+        return file.hash
 
     def _refer(self, source: Path, target: Path, expected: int) -> None:
         """Link or copy a file that was checked."""

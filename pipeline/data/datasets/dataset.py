@@ -18,6 +18,7 @@ from pipeline.data.datasets.document_records import read_metadata, read_provenan
 from pipeline.data.datasets.files import PARTS_FILE
 from pipeline.data.datasets.indexed import IndexedPart, PreadPart, TokenRanges, part_files, part_prefix
 from pipeline.data.datasets.manifest import REPAIR, REPAIR_ADOPTED, REPAIR_DAMAGED, Manifest, read_manifest, read_parts
+from pipeline.data.datasets.target_mask import part_mask
 from pipeline.data.datasets.weights import part_weights
 
 ReadBy = Literal["mmap", "pread"]
@@ -74,7 +75,20 @@ def _open_weights(dataset: Dataset, index: int) -> npt.NDArray[np.float32]:
         raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
 
 
+def _open_mask(dataset: Dataset, index: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint8]]:
+    """Trained targets of the documents of a part, and of its tokens."""
+    tokens, documents = dataset.size_of_part(index)
+    try:
+        return part_mask(dataset.prefix(index), documents, tokens, dataset.read_by == "mmap")
+    except MachineError:
+        raise
+    except UserError as error:
+        raise UserError(f"{error}; {REPAIR_DAMAGED}") from None
+
+
 _part_weights = lru_cache(maxsize=MAPPED_AT_ONCE // 2)(_open_weights)
+_mapped_mask = lru_cache(maxsize=MAPPED_AT_ONCE // 2)(_open_mask)
+_read_mask = lru_cache(maxsize=8)(_open_mask)
 _mapped_part = lru_cache(maxsize=MAPPED_AT_ONCE)(open_part)
 _read_part = lru_cache(maxsize=READ_AT_ONCE)(open_part)
 
@@ -128,6 +142,8 @@ class Dataset(TokenRanges):
         self.manifest = manifest = manifest.lineage[generation]
         self.read_by = read
         self._part: Callable[[Dataset, int], IndexedPart] = _mapped_part if read == "mmap" else _read_part
+        # A mask that is not mapped is held in memory.
+        self._part_mask = _mapped_mask if read == "mmap" else _read_mask
         self.tokens = manifest.tokens
         self.documents = manifest.documents
         self.text_bytes = manifest.text_bytes
@@ -301,6 +317,53 @@ class Dataset(TokenRanges):
         index, place, _ = self._locate(document)
         return float(_part_weights(self, index)[place]) if self.manifest.has_weights else 1.0
 
+    def fill_mask(self, part: int, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy into `out` 1 for each token of a piece that is a trained target, else 0; all 1 without a mask.
+
+        Args:
+            part: Number of the part.
+            start: First token, counted in the part.
+            out: [count], of tokens that the part has.
+
+        Raises:
+            UserError: The mask of the part is missing or damaged.
+        """
+        if self.manifest.has_mask:
+            out[:] = self._part_mask(self, part)[1][start : start + len(out)]
+        else:
+            out[:] = 1
+
+    def mask(self, document: int) -> npt.NDArray[np.uint8]:
+        """1 for each token of a document that is a trained target, else 0; all 1 without a mask."""
+        index, place, _ = self._locate(document)
+        part = self._part(self, index)
+        start, end = part.document_start(place), part.document_start(place + 1)
+        out = np.empty(end - start, np.uint8)
+        self.fill_mask(index, start, out)
+        return out
+
+    def trained_targets(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Numbers of trained targets of many documents at once, in any order.
+
+        Without a mask each token but the first of a document is one.
+
+        Args:
+            documents: numbers in [0, documents).
+
+        Raises:
+            UserError: The mask of a part is missing or damaged.
+        """
+        if not self.manifest.has_mask:
+            lengths: npt.NDArray[np.int64] = self.starts_of(documents + 1) - self.starts_of(documents)
+            return np.maximum(lengths - 1, 0)
+        part = self._document_starts.searchsorted(documents, side="right") - 1
+        found = np.zeros(len(documents), np.int64)
+        for number in np.unique(part).tolist():
+            chosen = np.flatnonzero(part == number)
+            counts, _ = self._part_mask(self, number)
+            found[chosen] = counts[documents[chosen] - self._document_starts[number]]
+        return found
+
     def starts_in(self, pieces: Pieces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The documents that start in pieces.
 
@@ -451,6 +514,14 @@ class TokenSource(Protocol):
         """The loss weights of the documents of tokens of a part, token by token."""
         ...
 
+    def fill_mask(self, part: int, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """1 for each token of a part that is a trained target, else 0; all 1 without a mask."""
+        ...
+
+    def trained_targets(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Numbers of trained targets of many documents at once, in any order."""
+        ...
+
     def starts_in(self, pieces: Pieces) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The documents that start in pieces: number of the piece, and token, counted in its part."""
         ...
@@ -482,6 +553,14 @@ class Slice:
     def fill_weights(self, part: int, start: int, out: npt.NDArray[np.float32]) -> None:
         """The loss weights of the documents of tokens of a part, token by token."""
         self._dataset.fill_weights(part, start, out)
+
+    def fill_mask(self, part: int, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """1 for each token of a part that is a trained target, else 0."""
+        self._dataset.fill_mask(part, start, out)
+
+    def trained_targets(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Numbers of trained targets of many documents at once, in any order."""
+        return self._dataset.trained_targets(documents)
 
     def document_at(self, token: int) -> int:
         """The document that a token of the slice belongs to."""

@@ -49,9 +49,13 @@ def part_files(prefix: Path) -> tuple[Path, Path, Path]:
     return tokens, index, provenance
 
 
+PART_FILES = ("bin", "idx", "prov", "meta", "weight", "mask")
+"""Names of all files that a part may have: their suffixes, and the fields of their hashes."""
+
+
 def named_files(prefix: Path) -> dict[str, Path]:
     """All files that a part may have, by their names in receipts."""
-    return {name: prefix.with_name(f"{prefix.name}.{name}") for name in ("bin", "idx", "prov", "meta", "weight")}
+    return {name: prefix.with_name(f"{prefix.name}.{name}") for name in PART_FILES}
 
 
 def part_name(unit: int, chunk: int = 0) -> str:
@@ -440,6 +444,11 @@ class IndexedPart(TokenRanges):
         if other.any():
             document[other] = _bisect_right(self.bounds, sequence[other] - 1)
         return document
+
+
+def document_lengths(part: IndexedPart) -> npt.NDArray[np.int64]:
+    """Tokens of each document of a part."""
+    return np.diff(part.starts_of(np.arange(part.documents + 1, dtype=np.int64)))
 
 
 class PreadPart(IndexedPart):

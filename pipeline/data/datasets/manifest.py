@@ -27,7 +27,8 @@ WEIGHTED_VERSION = 3
 FEATURES_VERSION = 4
 """Format of datasets that list their features: what readers have to know besides ids, each a file beside `.bin`."""
 WEIGHTS = "weights"
-_FEATURES = (WEIGHTS,)
+MASK = "mask"
+_FEATURES = (WEIGHTS, MASK)
 """Features that this program knows."""
 WEIGHT_KEY = "weight_key"
 """Setting of a dataset with loss weights: the key of the records that they were read from."""
@@ -53,8 +54,17 @@ PART = np.dtype(
 )
 """One record of `parts.bin`: counts, the part's name, and the xxh3-64 of each of its files (`meta` is 0 if there is
 none). 56 bytes."""
-WEIGHTED_PART = np.dtype([*PART.descr, ("weight", "<u8")])
-"""The same of a dataset with loss weights: with the xxh3-64 of the `.weight` file. 64 bytes."""
+
+
+def part_record(*, weights: bool, mask: bool) -> np.dtype[Any]:
+    """A record of `parts.bin`: `PART`, and behind it the xxh3-64 of the files that not every dataset has.
+
+    Args:
+        weights: the dataset has loss weights, `.weight`.
+        mask: it has trained targets, `.mask`.
+    """
+    optional = [name for name, is_there in (("weight", weights), ("mask", mask)) if is_there]
+    return np.dtype([*PART.descr, *((name, "<u8") for name in optional)])
 
 
 class _Entry(BaseModel):
@@ -87,6 +97,8 @@ class Manifest(_Entry):
 
     Attributes:
         text_bytes: UTF-8 bytes of the documents' texts.
+        trained_tokens: those that are trained on as targets, of a dataset with a mask. None in others, where all are,
+            and for earlier generations.
         unknown_tokens: those with the id that stands for text without a token. None where nobody has counted them: in
             datasets of earlier versions.
         round_trip: what decoding gives back of a sample of the texts; None in datasets of earlier versions, and in
@@ -111,6 +123,7 @@ class Manifest(_Entry):
     documents: int
     tokens: int
     text_bytes: int
+    trained_tokens: int | None = None
     unknown_tokens: int | None = None
     round_trip: RoundTrip | None = None
     salvaged_bytes: int | None = None
@@ -129,7 +142,7 @@ class Manifest(_Entry):
     @property
     def lineage(self) -> list[Manifest]:
         """The manifest of each generation, oldest first; the last one is this."""
-        uncounted = {"unknown_tokens": None, "round_trip": None}
+        uncounted = {"trained_tokens": None, "unknown_tokens": None, "round_trip": None}
         earlier = [
             self.model_copy(update=uncounted | {**dict(state), "generations": self.generations[:number]})
             for number, state in enumerate(self.generations)
@@ -138,7 +151,15 @@ class Manifest(_Entry):
 
     def as_json(self) -> dict[str, Any]:
         """JSON of the file without its seal. What there is not (`generations`, say) is left out."""
-        optional = ("generations", "unknown_tokens", "round_trip", "salvaged_bytes", "files", "features")
+        optional = (
+            "generations",
+            "trained_tokens",
+            "unknown_tokens",
+            "round_trip",
+            "salvaged_bytes",
+            "files",
+            "features",
+        )
         return self.model_dump(exclude={name for name in optional if getattr(self, name) in (None, [], {})})
 
     @property
@@ -152,9 +173,14 @@ class Manifest(_Entry):
         return self.format_version == WEIGHTED_VERSION or WEIGHTS in self.features
 
     @property
+    def has_mask(self) -> bool:
+        """True if only some tokens are trained on as targets: a dataset of conversations."""
+        return MASK in self.features
+
+    @property
     def part(self) -> np.dtype[Any]:
-        """A record of `parts.bin`: `PART` or `WEIGHTED_PART`."""
-        return WEIGHTED_PART if self.has_weights else PART
+        """A record of `parts.bin`, see `part_record`."""
+        return part_record(weights=self.has_weights, mask=self.has_mask)
 
     @property
     def fingerprint(self) -> str:
@@ -173,18 +199,19 @@ def write_dataset(
 
     Args:
         folder: the dataset; it is made if need be, in a folder that exists.
-        parts: `PART` or `WEIGHTED_PART` records in the order of the parts.
+        parts: records in the order of the parts, see `part_record`.
         tokenizer: of the token ids.
         manifest: source, split, text_bytes, settings, config_hash, code_version; and, where they are not the usual
-            ones, dtype and inner_ends.
+            ones, dtype, inner_ends and trained_tokens.
         earlier: of each earlier generation, oldest first: its number of parts, text_bytes and config_hash.
 
     Returns:
         The manifest, and whether anything was written; a dataset that has all of it already is left alone.
     """
     links.make_folder(folder)
-    has_weights = "weight" in (parts.dtype.names or ())
-    data = parts.astype(WEIGHTED_PART if has_weights else PART).tobytes()
+    has_weights, has_mask = (name in (parts.dtype.names or ()) for name in ("weight", "mask"))
+    data = parts.astype(part_record(weights=has_weights, mask=has_mask)).tobytes()
+    features = [*([WEIGHTS] if has_weights else []), MASK] if has_mask else []
     info = TokenizerInfo(
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
@@ -193,7 +220,8 @@ def write_dataset(
         special_tokens=tokenizer.special_tokens,
     )
     result = Manifest(
-        format_version=WEIGHTED_VERSION if has_weights else FORMAT_VERSION,
+        format_version=FEATURES_VERSION if features else WEIGHTED_VERSION if has_weights else FORMAT_VERSION,
+        features=features,
         documents=int(parts["documents"].sum()),
         tokens=int(parts["tokens"].sum()),
         tokenizer=info,
@@ -280,7 +308,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def read_parts(folder: Path, manifest: Manifest) -> npt.NDArray[Any]:
-    """Read `parts.bin`: `PART` or `WEIGHTED_PART` records, shape (parts,).
+    """Read `parts.bin`: records as `part_record` has them, shape (parts,).
 
     The file may have more records than the manifest, or the one of an earlier generation, counts: it is replaced before
     the manifest is, when a dataset grows.

@@ -21,7 +21,16 @@ from pipeline.common import links, storage
 from pipeline.common.console import Console, byte_progress
 from pipeline.common.errors import UserError
 from pipeline.common.format import counted
-from pipeline.data.datasets.indexed import CODES, HEADER, MAGIC, VERSION, part_files, part_prefix
+from pipeline.data.datasets.indexed import (
+    CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedPart,
+    document_lengths,
+    part_files,
+    part_prefix,
+)
 from pipeline.data.datasets.manifest import (
     REPAIR,
     REPAIR_ADOPTED,
@@ -30,6 +39,7 @@ from pipeline.data.datasets.manifest import (
     read_manifest,
     read_parts,
 )
+from pipeline.data.datasets.target_mask import COUNT, mask_bytes, mask_file, mask_problem
 from pipeline.data.datasets.weights import WEIGHT, weights_file, weights_problem
 
 BLOCK_BYTES = 2**20
@@ -114,7 +124,8 @@ def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console 
     """Write the documents of a dataset, in their order, to PREFIX.bin and PREFIX.idx.
 
     Every part is compared with its hash on the way. Provenance and metadata have no place in the format; they stay in
-    the dataset, whose document n is document n here. Loss weights go to PREFIX.weight, which `adopt` takes up.
+    the dataset, whose document n is document n here. Loss weights go to PREFIX.weight and trained targets to
+    PREFIX.mask, which `adopt` takes up.
 
     Args:
         dataset: folder of a dataset.
@@ -136,13 +147,15 @@ def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console 
     sequences = sum(parts.sequences(index) for index in range(len(table)))
     size = manifest.tokens * dtype.itemsize + StreamedIndex.file_size(sequences, manifest.documents)
     size += manifest.documents * WEIGHT.itemsize if manifest.has_weights else 0
-    weight_path = weights_file(bin_path.with_suffix(""))
+    size += mask_bytes(manifest.documents, manifest.tokens) if manifest.has_mask else 0
+    weight_path, mask_path = (path(bin_path.with_suffix("")) for path in (weights_file, mask_file))
     check_space(bin_path.parent, size)
     with (
         byte_progress(console or Console(), "merge", size) as copied,
         storage.NewFile(bin_path) as merged_bin,
         storage.NewFile(idx_path) as merged_idx,
         storage.NewFile(weight_path) as merged_weights,
+        storage.NewFile(mask_path) as merged_mask,
         storage.naming(bin_path),
     ):
         index = StreamedIndex(merged_idx.file, dtype, sequences, manifest.documents)
@@ -150,15 +163,20 @@ def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console 
             parts.copy(number, merged_bin.file, index, copied)
             if manifest.has_weights:
                 parts.copy_weights(number, merged_weights.file, copied)
+            if manifest.has_mask:
+                parts.copy_mask(number, merged_mask.file, manifest.documents, copied)
         if (index.sequences, index.documents, index.tokens) != (sequences, manifest.documents, manifest.tokens):
             raise UserError(f"{folder}: its parts and its manifest have different totals; {repair or REPAIR}")
         merged_bin.file.close()
         merged_idx.file.close()
         merged_weights.file.close()
-        for path in (idx_path, weight_path):  # so that old and new files never belong together
+        merged_mask.file.close()
+        for path in (idx_path, weight_path, mask_path):  # so that old and new files never belong together
             links.remove(path, missing_ok=True)
         if manifest.has_weights:
             merged_weights.commit()
+        if manifest.has_mask:
+            merged_mask.commit()
         merged_bin.commit()
         merged_idx.commit()
     return MergeReport(
@@ -200,13 +218,13 @@ def _output_paths(prefix: Path, force: bool) -> tuple[Path, Path]:
     if prefix.is_dir():
         raise UserError(f"{prefix} is a folder; give the path of the files without suffix, like {prefix / 'train'}")
     bin_path, idx_path, _ = part_files(prefix)
-    weight_path = weights_file(prefix)
-    present = [str(path) for path in (bin_path, idx_path, weight_path) if path.exists()]
+    paths = (bin_path, idx_path, weights_file(prefix), mask_file(prefix))
+    present = [str(path) for path in paths if path.exists()]
     if present and not force:
         raise UserError(f"{' and '.join(present)} exist already; choose another name, or replace with --force")
     prefix.parent.mkdir(parents=True, exist_ok=True)
     for path in prefix.parent.iterdir():
-        if path.name.startswith(tuple(f".{made.name}." for made in (bin_path, idx_path, weight_path))):
+        if path.name.startswith(tuple(f".{made.name}." for made in paths)):
             storage.remove_if_stale(path)
     return bin_path, idx_path
 
@@ -270,6 +288,31 @@ class _Parts:
                 data.write(block)
                 copied(len(block))
         self._check(index, "weight", source)
+
+    def copy_mask(self, index: int, data: BinaryIO, documents: int, copied: Callable[[int], None]) -> None:
+        """Write the trained targets of a part to their two places in the merged file.
+
+        Args:
+            index: of the part.
+            data: the merged file: counts of all documents, then a byte for each token.
+            documents: of all parts.
+            copied: told the bytes that were copied.
+        """
+        bin_path, _ = self._paths(index)
+        path, part = mask_file(bin_path.with_suffix("")), IndexedPart(bin_path.with_suffix(""))
+        if problem := mask_problem(path, document_lengths(part)):
+            raise UserError(f"{problem}; {self._damaged}")
+        before = {name: int(self._table[name][:index].sum()) for name in ("documents", "tokens")}
+        with _Hashed(path) as source:
+            for size, place in (
+                (part.documents * COUNT.itemsize, before["documents"] * COUNT.itemsize),
+                (part.tokens, documents * COUNT.itemsize + before["tokens"]),
+            ):
+                data.seek(place)
+                for block in source.blocks(size):
+                    data.write(block)
+                    copied(len(block))
+        self._check(index, "mask", source)
 
     def _paths(self, index: int) -> tuple[Path, Path]:
         record = self._table[index]

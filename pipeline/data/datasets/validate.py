@@ -17,6 +17,7 @@ from pipeline.common.retry import retried
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.indexed import HEADER, PARTS_A_FOLDER, numbered, part_name
 from pipeline.data.datasets.manifest import REPAIR, REPAIR_ADOPTED, read_parts
+from pipeline.data.datasets.target_mask import mask_bytes
 from pipeline.data.datasets.weights import WEIGHT
 
 _SHOWN = 10
@@ -137,6 +138,8 @@ def _problems(dataset: Dataset) -> Iterator[str]:
         files.insert(0, (".bin", tokens * dataset.dtype.itemsize, none, none))
     if dataset.manifest.has_weights:
         files.append((".weight", documents * WEIGHT.itemsize, none, none))
+    if dataset.manifest.has_mask:
+        files.append((".mask", mask_bytes(documents, tokens), none, none))
     for suffix, fixed, least, most in files:
         sizes = file_sizes([prefix + suffix for prefix in prefixes])
         sequences, remainder = np.divmod(sizes - fixed, 12)

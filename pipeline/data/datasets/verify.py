@@ -26,7 +26,7 @@ from pipeline.data.datasets.files import (
     RECEIPT_KEYS,
     receipt_path,
 )
-from pipeline.data.datasets.indexed import HEADER, PROVENANCE, IndexedPart, named_files, part_prefix
+from pipeline.data.datasets.indexed import HEADER, PROVENANCE, IndexedPart, document_lengths, named_files, part_prefix
 from pipeline.data.datasets.manifest import (
     PLAN_KEYS,
     REPAIR,
@@ -40,6 +40,7 @@ from pipeline.data.datasets.manifest import (
     read_manifest,
     read_parts,
 )
+from pipeline.data.datasets.target_mask import mask_bytes, mask_problem
 from pipeline.data.datasets.weights import WEIGHT, weights_problem
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
@@ -204,7 +205,7 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
     files = named_files(prefix)
     for name, path in files.items():
         # A part need not have these.
-        if (name == "meta" and not record["meta"]) or (name == "weight" and not manifest.has_weights):
+        if name not in (manifest.part.names or ()) or (name == "meta" and not record["meta"]):
             continue
         try:
             # A file may say any size and take no room on the disk, and a hash takes as long as that size.
@@ -234,6 +235,8 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
     if not index_is_sound(part):
         yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
         return
+    if manifest.has_mask and (problem := mask_problem(files["mask"], document_lengths(part))):
+        yield problem
     yield from _verify_tokens(part, manifest, inner_ends)
 
 
@@ -252,6 +255,7 @@ def _wrong_size(name: str, path: Path, record: Any, manifest: Manifest) -> str |
         "bin": tokens * np.dtype(manifest.dtype).itemsize,
         "prov": documents * PROVENANCE.itemsize,
         "weight": documents * WEIGHT.itemsize,
+        "mask": mask_bytes(documents, tokens),
     }
     if name == "idx":
         fixed = HEADER.size + 8 * (documents + 1)

@@ -76,7 +76,7 @@ def part_weights(prefix: Path, documents: int, mapped: bool) -> npt.NDArray[np.f
     """
     path = weights_file(prefix)
     try:
-        data = retried(lambda: _map(path) if mapped else storage.read_bytes(path), path, "opening it")
+        data = retried(lambda: map_path(path) if mapped else storage.read_bytes(path), path, "opening it")
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     if len(data) != documents * WEIGHT.itemsize:
@@ -84,7 +84,8 @@ def part_weights(prefix: Path, documents: int, mapped: bool) -> npt.NDArray[np.f
     return np.frombuffer(data, WEIGHT)
 
 
-def _map(path: Path) -> npt.NDArray[np.uint8] | bytes:
+def map_path(path: Path) -> npt.NDArray[np.uint8] | bytes:
+    """The bytes of a file, mapped read-only."""
     descriptor = storage.regular_descriptor(path)
     try:
         size = os.fstat(descriptor).st_size

@@ -28,6 +28,7 @@ from pipeline.data.datasets.indexed import (
     part_files,
     part_prefix,
 )
+from pipeline.data.datasets.target_mask import COUNT, mask_file, write_mask_blocks
 from pipeline.data.datasets.weights import WEIGHT, weights_file, write_weights
 from pipeline.data.work.job import ReceiptJob
 from pipeline.data.work.worker_pool import Progress
@@ -116,9 +117,8 @@ class _Slice:
     prefix: Path
     documents: range
     all_documents: int
-    start: int
-    """Byte of the .bin."""
-    size: int
+    tokens: range
+    """Tokens of the part."""
 
 
 class _Gathered:
@@ -143,12 +143,11 @@ class _Gathered:
             if low == high:
                 continue
             bounds = part.bounds[low : high + 1].astype(np.int64)
-            start = part.document_start(low) * self._dtype.itemsize
-            size = part.document_start(high) * self._dtype.itemsize - start
+            tokens_here = range(part.document_start(low), part.document_start(high))
             sequences = part.lengths[int(bounds[0]) : int(bounds[-1])].astype(np.int64)
-            if (np.diff(bounds) < 1).any() or int(sequences.sum()) * self._dtype.itemsize != size:
+            if (np.diff(bounds) < 1).any() or int(sequences.sum()) != len(tokens_here):
                 raise _damaged(part.idx_path)
-            slices.append(_Slice(prefix, range(low, high), documents, start, size))
+            slices.append(_Slice(prefix, range(low, high), documents, tokens_here))
             numbers.append(mix(found["row"], key))
             records.append(found)
             counts.append(np.diff(bounds))
@@ -159,12 +158,14 @@ class _Gathered:
         # The runs come in the order of (unit, chunk) and rows of one unit never tie.
         self._order = np.argsort(_joined(numbers, np.uint64), kind="stable")
         del numbers, records, counts, lengths
-        self._ids = bytearray(sum(piece.size for piece in slices))
+        self._ids = bytearray(sum(len(piece.tokens) for piece in slices) * self._dtype.itemsize)
         offset = 0
         for piece in slices:
-            _read_into(part_files(piece.prefix)[0], piece.start, memoryview(self._ids)[offset : offset + piece.size])
-            offset += piece.size
+            start, size = piece.tokens.start * self._dtype.itemsize, len(piece.tokens) * self._dtype.itemsize
+            _read_into(part_files(piece.prefix)[0], start, memoryview(self._ids)[offset : offset + size])
+            offset += size
         self._weights = _weights(slices) if table.get("weights") else None
+        self._mask = _mask(slices) if table.get("mask") else None
         self._objects, self._object_sizes = _metadata(slices if self._has_metadata else [])
         self.documents = len(self._records)
         self.tokens = len(self._ids) // self._dtype.itemsize
@@ -183,6 +184,10 @@ class _Gathered:
                     metadata.write(objects)
             if self._weights is not None:
                 files["weight"] = stack.enter_context(write_weights(prefix, self._weights[self._order]))
+            if self._mask is not None:
+                counts, mask = self._mask
+                blocks = (tokens for _, tokens in self._in_order(mask, self._document_lengths()))
+                files["mask"] = stack.enter_context(write_mask_blocks(prefix, counts[self._order], blocks))
             with IndexedWriter(prefix, self._dtype) as writer:
                 self._write_tokens(writer)
             for file in files.values():
@@ -190,10 +195,14 @@ class _Gathered:
         files |= {"bin": writer.bin, "idx": writer.idx}
         return {name: file.listing() for name, file in files.items()}
 
+    def _document_lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of each document, as they were gathered."""
+        ends: npt.NDArray[np.int64] = np.cumsum(self._lengths)[np.cumsum(self._counts) - 1]
+        return np.diff(ends, prepend=0)
+
     def _write_tokens(self, writer: IndexedWriter) -> None:
         first = np.cumsum(self._counts) - self._counts
-        ends = np.cumsum(self._lengths) * self._dtype.itemsize
-        sizes = np.diff(ends[first + self._counts - 1], prepend=0)
+        sizes = self._document_lengths() * self._dtype.itemsize
         for block, tokens in self._in_order(self._ids, sizes):
             counts = self._counts[block]
             # The sequences of the block: `counts` of them from `first` on, for every document.
@@ -309,6 +318,21 @@ def _weights(slices: list[_Slice]) -> npt.NDArray[np.float32]:
         _read_into(weights_file(piece.prefix), piece.documents.start * WEIGHT.itemsize, view[done : done + size])
         done += size
     return weights
+
+
+def _mask(slices: list[_Slice]) -> tuple[npt.NDArray[np.uint32], bytearray]:
+    """Trained targets of all documents, and of their tokens."""
+    counts = np.empty(sum(len(piece.documents) for piece in slices), COUNT)
+    mask = bytearray(sum(len(piece.tokens) for piece in slices))
+    documents = tokens = 0
+    for piece in slices:
+        path, at = mask_file(piece.prefix), piece.documents
+        some = counts[documents : documents + len(at)]
+        _read_into(path, at.start * COUNT.itemsize, some.data.cast("B") if len(at) else memoryview(b""))
+        offset = piece.all_documents * COUNT.itemsize + piece.tokens.start
+        _read_into(path, offset, memoryview(mask)[tokens : tokens + len(piece.tokens)])
+        documents, tokens = documents + len(at), tokens + len(piece.tokens)
+    return counts, mask
 
 
 def _read_into(path: Path, offset: int, target: memoryview) -> None:

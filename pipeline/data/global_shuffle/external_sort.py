@@ -24,7 +24,7 @@ from pipeline.common import links, storage
 from pipeline.common.errors import UserError
 from pipeline.common.hashing import value_hash
 from pipeline.data.datasets.indexed import named_files, part_prefix
-from pipeline.data.datasets.manifest import PART, WEIGHTED_PART
+from pipeline.data.datasets.manifest import part_record
 from pipeline.data.global_shuffle.bucket import UNSHUFFLED, ShuffleJob, runs_file
 
 BUCKET_BYTES = 96 * 2**20
@@ -43,7 +43,7 @@ class SortedRun:
         key: of the unit's documents; z = mix(row, key).
         documents: number of documents.
         tokens: number of tokens.
-        sizes: bytes of its files by their names in the receipt (bin, idx, prov, meta, weight).
+        sizes: bytes of its files by their names in the receipt (bin, idx, prov, meta, weight, mask).
         hashes: xxh3-64 of its files as the receipt has them.
     """
 
@@ -108,8 +108,9 @@ class Shuffle:
         self.tokens = sum(run.tokens for run in self.runs)
         self.has_metadata = any("meta" in run.sizes for run in self.runs)
         self.has_weights = any("weight" in run.sizes for run in self.runs)
+        self.has_mask = any("mask" in run.sizes for run in self.runs)
         size = self.tokens * self.dtype.itemsize + self.documents * DOCUMENT_BYTES
-        size += sum(run.sizes.get("meta", 0) for run in self.runs)
+        size += sum(run.sizes.get(name, 0) for run in self.runs for name in ("meta", "mask"))
         self.buckets = max(1, -(-size // bucket_bytes))
 
     @property
@@ -159,12 +160,12 @@ class Shuffle:
         return all(job.find() is not None for job in self._jobs)
 
     def table(self) -> npt.NDArray[Any]:
-        """`PART` records of the dataset in its order, when all buckets are complete.
+        """Records of `parts.bin` of the dataset in its order, when all buckets are complete.
 
         Raises:
             UserError: one is not, or together they are not what the runs are.
         """
-        table = np.zeros(self.buckets, WEIGHTED_PART if self.has_weights else PART)
+        table = np.zeros(self.buckets, part_record(weights=self.has_weights, mask=self.has_mask))
         for bucket, job in enumerate(self._jobs):
             receipt = job.find()
             if receipt is None:
@@ -194,6 +195,7 @@ class Shuffle:
             "dtype": self.dtype.str,
             "metadata": self.has_metadata,
             **({"weights": True} if self.has_weights else {}),
+            **({"mask": True} if self.has_mask else {}),
             "runs": [_run_values(run)[:5] for run in self.runs],
         }
 

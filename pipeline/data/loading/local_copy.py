@@ -129,9 +129,10 @@ class _Copy:
         checked = {row.get("file"): row for row in storage.read_json_lines(self.folder / CHECKED_FILE)}
         advice = repair(self._dataset)
         files = [
-            _File(source + suffix, target + suffix, digest, advice)
-            for suffix in (".bin", ".idx", *([".weight"] if self._dataset.manifest.has_weights else []))
-            for source, target, digest in zip(sources, targets, parts[suffix[1:]].tolist(), strict=True)
+            _File(f"{source}.{name}", f"{target}.{name}", digest, advice)
+            for name in ("bin", "idx", "weight", "mask")
+            if name in (parts.dtype.names or ())
+            for source, target, digest in zip(sources, targets, parts[name].tolist(), strict=True)
         ]
         return [file for file in files + self._of_packs() if self.row(file) != checked.get(self._name(file))]
 

@@ -244,6 +244,10 @@ class Windows:
         """Copy the loss weights of a piece's documents into `out`, token by token."""
         self._dataset.fill_weights(part, start, out)
 
+    def fill_mask(self, part: int, start: int, out: npt.NDArray[np.uint8]) -> None:
+        """Copy into `out` 1 for each token of a piece that is a trained target, else 0."""
+        self._dataset.fill_mask(part, start, out)
+
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:
         """Index into `places` and index in the window of each token that begins a document, or its window."""
         pieces = self.pieces(places)

@@ -15,7 +15,7 @@ from pipeline.common.format import counted
 from pipeline.config.data import HELD_OUT
 from pipeline.config.root import Config
 from pipeline.data.datasets.files import TRAIN
-from pipeline.data.datasets.manifest import CODE_VERSION, PART, WEIGHTED_PART, write_dataset
+from pipeline.data.datasets.manifest import CODE_VERSION, part_record, write_dataset
 from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
@@ -88,7 +88,7 @@ class Finalizer:
         report.coverage = {name: Coverage() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
-        record = PART if self._plan.found.reader.weight_key is None else WEIGHTED_PART
+        record = part_record(weights=self._plan.found.reader.weight_key is not None, mask=False)
         names = record.names[4:] if record.names else ()
         generations: list[int] = []
         ends = [end for _, end in self._plan.earlier]

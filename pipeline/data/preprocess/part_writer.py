@@ -17,6 +17,7 @@ from pipeline.common import storage
 from pipeline.common.hashing import mix
 from pipeline.data.datasets.document_records import MetadataWriter, metadata_file
 from pipeline.data.datasets.indexed import EDITED, PROVENANCE, SPLIT, HashedFile, IndexedWriter, part_files
+from pipeline.data.datasets.target_mask import mask_file, write_mask_blocks
 from pipeline.data.datasets.weights import write_weights
 from pipeline.data.sources.records import Document
 
@@ -27,7 +28,7 @@ _HELD_BYTES = 2**24
 
 
 class PartWriter:
-    """Collects documents, then writes `.bin`, `.idx`, `.prov` and, where they are kept, `.meta` and `.weight`.
+    """Collects documents, then writes `.bin`, `.idx`, `.prov` and, where they are kept, `.meta`, `.weight`, `.mask`.
 
     As a context manager it removes what is not committed. Memory: 28 bytes per document, and 130 while it is committed;
     and up to `_HELD_BYTES` of tokens and of metadata.
@@ -39,6 +40,7 @@ class PartWriter:
         end: the end-of-document token.
         keeps_metadata: whether to write a `.meta` file.
         keeps_weights: whether to write a `.weight` file.
+        keeps_mask: whether to write a `.mask` file.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class PartWriter:
         end: int,
         keeps_metadata: bool,
         keeps_weights: bool = False,
+        keeps_mask: bool = False,
     ) -> None:
         storage.make_below(folder, prefix.parent)
         self._prefix = prefix
@@ -71,11 +74,26 @@ class PartWriter:
             self._metadata = self._scratch_files.enter_context(_Scratch(metadata_file(prefix)))
         self._metadata_lengths = array("q")
         self._weights = array("d") if keeps_weights else None
+        self._mask: _Scratch | None = None
+        if keeps_mask:
+            self._mask = self._scratch_files.enter_context(_Scratch(mask_file(prefix)))
+        self._trained = array("q")
 
-    def add(self, document: Document, text_bytes: int, ids: memoryview) -> None:
-        """Take a document. `ids` (bytes of the dtype) has to stay as it is until `flush`."""
+    def add(self, document: Document, text_bytes: int, ids: memoryview, mask: bytes = b"") -> None:
+        """Take a document.
+
+        Args:
+            document: without its text.
+            text_bytes: of its text.
+            ids: bytes of the dtype, which have to stay as they are until `flush`; the end-of-document token follows.
+            mask: 0 or 1 for each token and the end-of-document token, where a `.mask` is written.
+        """
         self._waiting += (ids, self._end)
         self._note(document, text_bytes, len(ids) // self._dtype.itemsize + 1)
+        if self._mask is not None:
+            assert len(mask) == self._lengths[-1], (len(mask), self._lengths[-1])
+            self._mask.write(mask)
+            self._trained.append(mask.count(1))
 
     def add_long(self, document: Document, text_bytes: int, pieces: Iterator[memoryview]) -> None:
         """Take a document in pieces, of which one is held at a time."""
@@ -136,6 +154,8 @@ class PartWriter:
             if self._weights is not None:
                 weights = np.array(self._weights, dtype=np.float64)[order]
                 files["weight"] = stack.enter_context(write_weights(self._prefix, weights))
+            if self._mask is not None:
+                files["mask"] = self._write_mask(stack, lengths, order)
             check(files)
             for name in files.keys() - {"bin"}:
                 files[name].commit()
@@ -144,6 +164,7 @@ class PartWriter:
             "documents": count,
             "tokens": int(lengths.sum()),
             "text_bytes": self._text_bytes,
+            **({"trained_tokens": sum(self._trained)} if self._mask is not None else {}),
             "files": {name: file.listing() for name, file in files.items()},
         }
 
@@ -171,6 +192,12 @@ class PartWriter:
         for _, _, data in self._metadata.gather(lengths, order):
             writer.write(data)
         return writer.file
+
+    def _write_mask(self, stack: ExitStack, lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> HashedFile:
+        assert self._mask is not None
+        counts = np.array(self._trained, dtype=np.int64)[order]
+        blocks = (data for _, _, data in self._mask.gather(lengths, order))
+        return stack.enter_context(write_mask_blocks(self._prefix, counts, blocks))
 
     def __enter__(self) -> PartWriter:
         return self

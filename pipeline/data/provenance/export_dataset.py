@@ -135,6 +135,8 @@ def export_dataset(
     }
     if dataset.manifest.has_weights:
         about["weights"] = True
+    if dataset.manifest.has_mask:
+        about["mask"] = True
     claim_folder(to, about, "--to", "documents, format or options")
     for path in to.glob(f".*{storage.TEMPORARY_SUFFIX}"):
         storage.remove_if_stale(path)
@@ -235,8 +237,12 @@ def export_shard(job: ShardJob, progress: Progress) -> ShardCounts:
     columns = dict(_COLUMNS)
     if dataset.manifest.has_weights:
         columns["weight"] = "float32"
+    if dataset.manifest.has_mask:
+        columns["trained_tokens"] = "int64"
     if job.tokens:
         columns["tokens"] = "list<int32>"
+        if dataset.manifest.has_mask:
+            columns["mask"] = "list<int32>"
     inexact = without_id = 0
     with document_file(job.path, job.form, columns) as file:
         for low, high in shard.blocks():
@@ -308,6 +314,11 @@ class _Shard:
             }
             if dataset.manifest.has_weights:
                 record["weight"] = dataset.weight(number)
+            if dataset.manifest.has_mask:
+                mask = dataset.mask(number)
+                record["trained_tokens"] = int(mask.sum())
+                if self._job.tokens:
+                    record["mask"] = mask.tolist()
             if self._job.tokens:
                 record["tokens"] = ids[starts[number - low] - starts[0] : starts[number - low + 1] - starts[0]].tolist()
             yield record

@@ -18,7 +18,7 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.common.objects.urls import ObjectUrl
 from pipeline.data.datasets.files import MANIFEST_FILE, PARTS_FILE
-from pipeline.data.datasets.indexed import part_prefix
+from pipeline.data.datasets.indexed import PART_FILES, part_prefix
 from pipeline.data.datasets.manifest import Manifest
 from pipeline.data.datasets.packing.files import file_hashes, packs_folder
 from pipeline.data.datasets.remote.sums import SUFFIX
@@ -51,10 +51,10 @@ def part_file_hashes(manifest: Manifest, parts: npt.NDArray[Any], suffixes: Sequ
     Args:
         manifest: of the dataset.
         parts: records of `parts.bin`.
-        suffixes: of the files: some of `bin`, `idx`, `prov`, `meta`, `weight`; all by default.
+        suffixes: of the files: some of `PART_FILES`; all by default.
     """
     found = {}
-    names = [name for name in ("bin", "idx", "prov", "meta", "weight") if name in (parts.dtype.names or ())]
+    names = [name for name in PART_FILES if name in (parts.dtype.names or ())]
     for record in parts:
         prefix = part_prefix(Path(), int(record["unit"]), int(record["link"]))
         for name in suffixes or names:

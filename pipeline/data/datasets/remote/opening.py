@@ -1,8 +1,8 @@
 """Opening a dataset in a bucket: what readers need before the first token is fetched, checked and kept on this node.
 
 In the folder of copies, `FINGERPRINT/` has the dataset with the names of its files: manifest, `parts.bin`, tokenizer,
-indices, loss weights, packs, and the hashes of the blocks of each `.bin`, which itself comes later or never. So a
-dataset that was copied from a disk and the same one in a bucket share their files.
+indices, loss weights, trained targets, packs, and the hashes of the blocks of each `.bin`, which itself comes later or
+never. So a dataset that was copied from a disk and the same one in a bucket share their files.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ def opening_requests(dataset: RemoteDataset, pack_lengths: Sequence[int]) -> int
     whole = dataset.whole
     lengths = [length for length in pack_lengths if (dataset.folder / PACKS / str(length)).is_dir()]
     packs = sum(1 + len(pack_file_hashes(dataset.folder, dataset.newer, length)) for length in lengths)
-    # The manifest is two, `parts.bin` is one; of a part the index, the hashes of its blocks, and loss weights; of packs
-    # one more for the hashes of their index.
-    return 3 + len(whole.files) + (3 if whole.has_weights else 2) * len(dataset.files) + packs
+    # The manifest is two, `parts.bin` is one; of a part the index, the hashes of its blocks, loss weights and trained
+    # targets; of packs one more for the hashes of their index.
+    return 3 + len(whole.files) + (2 + whole.has_weights + whole.has_mask) * len(dataset.files) + packs
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class _NodeCopy:
 
     def _files(self, manifest: Manifest, parts: npt.NDArray[Any]) -> list[_File]:
         """The files that every reader needs, but for those of packs."""
-        suffixes = ["idx", *(["weight"] if manifest.has_weights else [])]
+        suffixes = ["idx", *(["weight"] if manifest.has_weights else []), *(["mask"] if manifest.has_mask else [])]
         hashes = tokenizer_hashes(manifest, self.folder / MANIFEST_FILE) | part_file_hashes(manifest, parts, suffixes)
         sizes = (parts["tokens"].astype(np.int64) * np.dtype(manifest.dtype).itemsize).tolist()
         names = [f"{prefix[len(str(self.folder)) + 1 :]}.bin{SUFFIX}" for prefix in part_prefixes(self.folder, parts)]
