@@ -410,7 +410,9 @@ class Duration(Value):
 
 def _without_epochs(duration: Duration) -> Duration:
     if duration.unit == "epochs":
-        raise ValueError("must be in steps or tokens, like '2000 steps' or '10B tokens': only train.duration has epochs")
+        raise ValueError(
+            "must be in steps or tokens, like '2000 steps' or '10B tokens': only train.duration has epochs"
+        )
     return duration
 
 

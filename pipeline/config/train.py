@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.base import MAX_PROCESSES, MAX_SAMPLES, MAX_SEQUENCE, Count, DataPath, Duration, Section, StepsOrTokens, Text
+from pipeline.config.base import (
+    MAX_PROCESSES,
+    MAX_SAMPLES,
+    MAX_SEQUENCE,
+    Count,
+    DataPath,
+    Duration,
+    Section,
+    StepsOrTokens,
+    Text,
+)
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.objective import MixedObjectiveConfig

@@ -36,8 +36,7 @@ def _refuse_in_phase(config: Config, number: int, phase: PhaseConfig, name: str)
     if packing != "best_fit":
         key = "data.loader.packing" if phase.packing is None else f"blend.phases.{number}.packing"
         raise UserError(
-            f"{source}, and {key}: {packing} would cut them: set {key}: best_fit, or chat.train_on: all to train on all "
-            "tokens"
+            f"{source}, and {key}: {packing} would cut them: set {key}: best_fit, or chat.train_on: all"
         )
     if not config.model.document_attention:
         raise UserError(
@@ -76,9 +75,7 @@ def check_masked_datasets(config: Config, datasets: Mapping[str, Dataset]) -> No
                 )
 
 
-def refuse_arranged(
-    key: str, datasets: Mapping[str, Dataset], objectives: Mapping[str, Objective | None]
-) -> None:
+def refuse_arranged(key: str, datasets: Mapping[str, Dataset], objectives: Mapping[str, Objective | None]) -> None:
     """Refuse held-out conversations whose targets an objective would choose.
 
     Args:

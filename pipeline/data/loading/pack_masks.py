@@ -3,6 +3,9 @@
 A pack of a masked dataset has whole documents, so that how many of its targets are trained on is known from the count
 of each document. Every rank knows the sums of a step without asking the others, and reads masks of its own packs alone.
 
+The input before the first token of a document, the end-of-document token, is a document of its own: a conversation is
+predicted from its own tokens alone, as a template has rendered them.
+
 Shapes: R packs of a step, L slots of a pack, C chunks of the step, N depths of multi-token prediction.
 """
 
@@ -75,14 +78,22 @@ class PackMasks:
         return counts
 
     def trained_ahead(self, number: int, located: LocatedPacks, ahead: int) -> IntArray:
-        """Targets of each chunk that are trained on, by depth, [N, C]: that of depth d is d places behind the next."""
-        counts = np.maximum(located.chunks.tokens - np.arange(1, ahead + 1)[:, None], 0)
+        """Targets of each chunk that are trained on, by depth, [N, C]: that of depth d is d places behind the next.
+
+        Of a masked document they are those from token d + 1 on, since its first token is the first input of it.
+        """
+        counts: IntArray = np.maximum(located.chunks.tokens - np.arange(1, ahead + 1)[:, None], 0)
         for instances, mine, chunks in self._by_source(number, located, np.arange(counts.shape[1])) if ahead else ():
-            heads = np.zeros((len(mine), ahead), np.uint8)
-            first = chunks._replace(tokens=np.minimum(chunks.tokens, ahead))
-            instances.fill_mask(first, np.arange(len(mine)) * ahead, heads.reshape(-1))
-            counts[:, mine] = instances.trained(chunks) - np.cumsum(heads, axis=1, dtype=np.int64).T
+            heads = np.zeros((len(mine), 1 + ahead), np.uint8)
+            first = chunks._replace(tokens=np.minimum(chunks.tokens, 1 + ahead))
+            instances.fill_mask(first, np.arange(len(mine)) * (1 + ahead), heads.reshape(-1))
+            counts[:, mine] = instances.trained(chunks) - np.cumsum(heads, axis=1, dtype=np.int64).T[1:]
         return counts
+
+    def begins(self, number: int, located: LocatedPacks, which: IntArray) -> IntArray:
+        """Places in `which` of the chunks whose documents begin behind their first input."""
+        masked = self.chunks(number, located)[which] & (located.chunks.tokens[which] > 1)
+        return np.flatnonzero(masked)
 
     def rows(self, number: int, located: LocatedPacks, rows: IntArray, length: int) -> MaskArray:
         """Masks of some packs, [rows, L]; 1 where there is none, and for padding."""

@@ -390,6 +390,9 @@ class PackReader:
                 weight = self._without(here, row, one.weight)
                 if mask is not None and isinstance(self._objective(here, row), Causal):
                     weight = weight * mask[place]
+                    later = self._masks.begins(here.number, located, tokens.which)
+                    later = offsets[later[tokens.place[later] == place]] + 1
+                    one = one._replace(begins=np.union1d(one.begins, later))
                 arranged.append(one._replace(weight=weight))
             fields = stack(arranged, size, self._shapes[here.number])
         else:
@@ -402,6 +405,8 @@ class PackReader:
                 weights[:count] *= mask
             short = np.flatnonzero(targets < length)
             begins = [tokens.place * length + offsets, short * length + targets[short], np.arange(count, size) * length]
+            later = self._masks.begins(here.number, located, tokens.which)
+            begins.append(tokens.place[later] * length + offsets[later] + 1)
             fields = {
                 "tokens": torch.from_numpy(_filled(inputs, size)),
                 "targets": torch.from_numpy(_filled(tokens.flat, size)),
@@ -442,6 +447,7 @@ class PackReader:
         kept = np.ones(len(sizes), bool) if here.masked is None else ~here.masked[tokens.which]
         for first, chunk in zip(firsts[kept].tolist(), sizes[kept].tolist(), strict=True):
             left[first : first + chunk] = np.arange(chunk, 0, -1)
+        left[firsts[self._masks.chunks(here.number, here.located)[tokens.which]]] = 0
         for depth in range(1, self._ahead + 1):
             targets[:count, depth - 1, : max(length - depth, 0)] = tokens.flat[:, depth:]
             weight[:count, depth - 1] = left.reshape(count, length) > depth

@@ -42,9 +42,7 @@ class RankSamples:
         count: Samples of a step that ends the run, whose other places are padding; by default `batch_size`.
     """
 
-    def __init__(
-        self, batch_size: int, micro_batch_size: int, rank: int, ranks: int, count: int | None = None
-    ) -> None:
+    def __init__(self, batch_size: int, micro_batch_size: int, rank: int, ranks: int, count: int | None = None) -> None:
         self.batch_size = batch_size
         self.count = count = batch_size if count is None else count
         self.micro_batch_size = micro_batch_size

@@ -41,8 +41,8 @@ def plan_journal(config: Config, datasets: Mapping[str, Sized], saved: Journal |
         _check_past(saved, fork_step, datasets)
         if saved.is_padded(fork_step):
             raise UserError(
-                f"step {fork_step:,} ends the epochs of the parent and is filled up with padding, so no step can follow "
-                "it: fork from an earlier checkpoint"
+                f"step {fork_step:,} ends the epochs of the parent and is filled up with padding, so no step can "
+                "follow it: fork from an earlier checkpoint"
             )
         planner.take_over(saved, fork_step)
     past = len(planner.segments)

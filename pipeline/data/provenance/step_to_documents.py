@@ -11,7 +11,6 @@ import numpy as np
 
 from pipeline.common.errors import UserError
 from pipeline.common.format import numbered
-from pipeline.data.loading.pack_masks import mask_of
 from pipeline.data.order.balance import rank_rows
 from pipeline.data.order.locate import RankSamples
 from pipeline.data.order.permutation import IntArray
@@ -327,8 +326,7 @@ def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[
 
 def _trained(run: RunView, source: str, span: Span) -> Predicted:
     """Tokens of a document in a sample that its mask names."""
-    dataset = run.datasets[source]
-    mask = mask_of(dataset, dataset.document_start(span.document) + span.start, span.length)
+    mask = run.datasets[source].mask(span.document)[span.start : span.start + span.length]
     edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)) + span.start
     found = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     return Predicted(found, run.words_of(source, span.document, found))

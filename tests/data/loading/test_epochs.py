@@ -54,7 +54,9 @@ def loaders(journal, dataset, ranks, micro, balanced=True):
     ]
 
 
-@pytest.mark.parametrize("seed, epochs, size, ranks, micro", [(0, 3, 8, 2, 3), (1, 2, 5, 3, 1), (2, 1, 64, 2, 4), (3, 4, 7, 1, 7)])
+@pytest.mark.parametrize(
+    "seed, epochs, size, ranks, micro", [(0, 3, 8, 2, 3), (1, 2, 5, 3, 1), (2, 1, 64, 2, 4), (3, 4, 7, 1, 7)]
+)
 def test_each_document_once_and_whole_in_each_epoch(seed, epochs, size, ranks, micro):
     dataset, config = conversations(seed), run_file(epochs, size)
     journal = plan_journal(config, {"a": dataset})
@@ -85,7 +87,9 @@ def test_each_document_once_and_whole_in_each_epoch(seed, epochs, size, ranks, m
             assert found == Counter({text: count * epoch for text, count in whole.items()})
     loader = several[0]
     assert loader.epochs_by_source(steps) == {"a": float(epochs)}
-    assert accounts(Sampler(journal), steps)["a"].drawn == loader.tokens_by_source(steps)["a"] == epochs * dataset.tokens
+    assert (
+        accounts(Sampler(journal), steps)["a"].drawn == loader.tokens_by_source(steps)["a"] == epochs * dataset.tokens
+    )
     assert journal.tokens(steps) == epochs * packs * L
     assert Sampler(journal).order_hashes(0, steps) == hashes
     sampler = Sampler(journal)

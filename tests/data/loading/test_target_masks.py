@@ -71,11 +71,26 @@ def expected(sample, skipped, depth=0):
         assert span["start"] == 0 and length == DATA[name].lengths[document]
         first = DATA[name].document_start(document)
         mask = DATA[name].mask[first : first + length] if DATA[name].manifest.has_mask else [1] * length
-        trained = [0.0 if (name, document) in skipped else float(each) for each in [*mask[depth:], *[0] * depth][:length]]
+        if depth and DATA[name].manifest.has_mask:
+            mask = [*mask[:depth], 0, *mask[depth + 1 :]]  # from what is before the document
+        trained = [
+            0.0 if (name, document) in skipped else float(each) for each in [*mask[depth:], *[0] * depth][:length]
+        ]
         counts += trained
         weights += [FACTORS[name] * WEIGHTS[name][document] * each for each in trained]
     rest = [0.0] * (L - len(counts))
     return counts + rest, weights + rest
+
+
+def begins(sample):
+    """Places at which documents begin, or padding: what precedes a masked document is one of its own."""
+    found, place = set(), 0
+    for span in sample["spans"]:
+        if span["length"]:
+            found |= {place, place + 1} if DATA[sample["source"]].manifest.has_mask else {place}
+        place += span["length"]
+        found.add(place)
+    return sorted(each for each in found if each < L)
 
 
 FACTORS = {"a": 0.25, "b": 3.0}
@@ -101,6 +116,7 @@ def test_weights_and_counts(ahead, weighs, skip, ranks, micro):
         for batch in (batch for part in parts for batch in part.micro_batches):
             for row in range(batch.real):
                 sample = samples.pop(int(batch.samples[row]))
+                assert [s % L for s in batch.starts.tolist() if s // L == row] == begins(sample)
                 for depth in range(1 + ahead):
                     counts, weights = expected(sample, skipped, depth)
                     of_counts = batch.weight[row] if depth == 0 else batch.ahead_weight[row, depth - 1]
