@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -65,6 +65,9 @@ def part_record(*, weights: bool, mask: bool) -> np.dtype[Any]:
     """
     optional = [name for name, is_there in (("weight", weights), ("mask", mask)) if is_there]
     return np.dtype([*PART.descr, *((name, "<u8") for name in optional)])
+
+
+_NO_FILES: Mapping[str, bytes] = {}
 
 
 class _Entry(BaseModel):
@@ -194,6 +197,7 @@ def write_dataset(
     tokenizer: Tokenizer,
     manifest: dict[str, Any],
     earlier: Sequence[tuple[int, int, str]] = (),
+    more_files: Mapping[str, bytes] = _NO_FILES,
 ) -> tuple[Manifest, bool]:
     """Write tokenizer, `parts.bin` and, last, the manifest of a dataset whose parts are there already.
 
@@ -204,6 +208,7 @@ def write_dataset(
         manifest: source, split, text_bytes, settings, config_hash, code_version; and, where they are not the usual
             ones, dtype, inner_ends and trained_tokens.
         earlier: of each earlier generation, oldest first: its number of parts, text_bytes and config_hash.
+        more_files: that are written beside those of the tokenizer, by name.
 
     Returns:
         The manifest, and whether anything was written; a dataset that has all of it already is left alone.
@@ -227,7 +232,7 @@ def write_dataset(
         tokenizer=info,
         parts=len(parts),
         parts_hash=xxhash.xxh3_128_hexdigest(data),
-        files={name: xxhash.xxh3_64_hexdigest(content) for name, content in tokenizer.files.items()},
+        files={name: xxhash.xxh3_64_hexdigest(content) for name, content in {**tokenizer.files, **more_files}.items()},
         generations=[
             Generation(
                 documents=int(parts["documents"][:count].sum()),
@@ -244,6 +249,8 @@ def write_dataset(
     if _is_written(folder, result, data, tokenizer):
         return result, False
     tokenizer.save(folder)
+    for name, content in more_files.items():
+        storage.put(folder / name, content)
     storage.put(folder / PARTS_FILE, data)
     put_sealed(folder / MANIFEST_FILE, result.as_json())
     return result, True

@@ -23,6 +23,7 @@ from pipeline.data.preprocess.run_tokenizer import (
 )
 from pipeline.data.preprocess.source_plan import ADD_APART, is_planned, make_plan
 from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
+from pipeline.data.sources.chat_template import ChatTemplate
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import has_units
 from pipeline.data.work.units import SourceFiles, check_files, reading
@@ -82,6 +83,15 @@ def _new(scope: PreprocessScope) -> Iterator[tuple[SourceFiles, bool]]:
             yield source, not begun and not is_planned(scope.config, source)
 
 
+def _chat_templates(scope: PreprocessScope, found: Problems) -> None:
+    """Templates of conversations, on fixed ones."""
+    for source in scope.sources:
+        template = source.reader.template
+        if isinstance(template, ChatTemplate):
+            with found.collecting():
+                template.check(source.source.name)
+
+
 def _tokenizer(scope: PreprocessScope, found: Problems) -> None:
     """The tokenizer of the run file, beside the one that is kept, and datasets made elsewhere."""
     config = scope.config
@@ -134,6 +144,7 @@ PREPROCESS_CHECKS: tuple[StartCheck[PreprocessScope], ...] = (
     StartCheck("data folder", _data_dir, is_first=True),
     StartCheck("added files", _growth),
     StartCheck("files of sources", lambda scope, found: check_files(scope.config, _new(scope), found)),
+    StartCheck("chat templates", _chat_templates),
     StartCheck("tokenizer", _tokenizer, _files_are_missing),
     StartCheck("decisions of the curation", _decisions, _curation_comes),
     StartCheck("plans of datasets", _plans, _curation_comes),

@@ -16,6 +16,7 @@ from pipeline.common.format import counted, duration, percent, rounded, size
 from pipeline.common.paths import cache_folder
 from pipeline.common.problems import Problems
 from pipeline.config.root import Config
+from pipeline.data.chat.show import pieces_of, print_trained
 from pipeline.data.curate.files import decisions_folder
 from pipeline.data.curate.report.write import REPORT_JSON
 from pipeline.data.curate.results.apply import active_curation
@@ -31,7 +32,7 @@ from pipeline.data.sources.compression import FORMATS, MAGIC, StreamError, compr
 from pipeline.data.sources.damage import damaged_error, find_damaged_ends
 from pipeline.data.sources.formats import SOURCE_FORMATS
 from pipeline.data.sources.globs import File
-from pipeline.data.sources.records import NULL_TEXT
+from pipeline.data.sources.records import NULL_TEXT, printable
 from pipeline.data.tokenization.engine_choice import choose_engine
 from pipeline.data.tokenization.engines import Engine, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -43,6 +44,8 @@ from pipeline.data.work.units import SourceFiles, cut_units, find_source_files, 
 _BEGINNING = 4096
 """Bytes of a file by which its format is told."""
 _FILES_SHOWN = 3
+_CHAT_SHOWN = 4000
+"""Characters of a conversation."""
 
 
 def print_dry_run(console: Console, config: Config, *, grow: bool = False) -> None:
@@ -160,6 +163,12 @@ def print_sources(console: Console, scope: PreprocessScope, problems: Problems) 
             warn(console, f"{found.source.name}: {note}")
         for each in sample.damaged:
             say(console, f"{found.source.name}: {each}")
+        if sample.chat is not None:
+            text, spans = sample.chat
+            what = "with what is trained on marked" if found.reader.keeps_mask else "all of which is trained on"
+            say(console, f"{found.source.name}: the first conversation, {what}:")
+            pieces = pieces_of(text[:_CHAT_SHOWN], ((start, min(end, _CHAT_SHOWN)) for start, end in spans))
+            print_trained(console, ((printable(part, keep="\n\t"), marked) for part, marked in pieces))
         with problems.collecting():
             if made := _made(config, whole, tokenizer, states[found.source.name]):
                 say(console, f"{found.source.name}: {made}")

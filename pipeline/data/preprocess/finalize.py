@@ -14,11 +14,13 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import counted
 from pipeline.config.data import HELD_OUT
 from pipeline.config.root import Config
+from pipeline.data.chat.template_files import TEMPLATE_FILE
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.manifest import CODE_VERSION, part_record, write_dataset
 from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
+from pipeline.data.sources.chat_template import ChatTemplate
 from pipeline.data.sources.damage import in_words
 from pipeline.data.sources.records import EMPTY, NO_PAGE, NULL_TEXT
 from pipeline.data.tokenization.coverage import Coverage, covered
@@ -67,6 +69,7 @@ class Finalizer:
         )
         self.parts: dict[str, npt.NDArray[Any]] = {}
         """`PART` records of each split in the order of the dataset."""
+        self._inner_ends: Counter[str] = Counter()
         self._text_bytes: dict[str, list[int]] = {}
         # By split, at the end of each earlier generation.
         self._parts_before: list[int] = []
@@ -84,13 +87,17 @@ class Finalizer:
         curated: Counter[str] = Counter()
         engines: Counter[str] = Counter()
         report.edited_bytes = 0
-        report.splits = {name: Counts() for name in self._plan.splits.names}
+        masks = 0 if self._plan.found.reader.keeps_mask else None
+        report.splits = {name: Counts(trained_tokens=masks) for name in self._plan.splits.names}
         report.coverage = {name: Coverage() for name in self._plan.splits.names}
         rows: dict[str, list[tuple[Any, ...]]] = {name: [] for name in self._plan.splits.names}
         order = []
-        record = part_record(weights=self._plan.found.reader.weight_key is not None, mask=False)
+        record = part_record(
+            weights=self._plan.found.reader.weight_key is not None, mask=self._plan.found.reader.keeps_mask
+        )
         names = record.names[4:] if record.names else ()
         generations: list[int] = []
+        self._inner_ends.clear()
         ends = [end for _, end in self._plan.earlier]
         self._text_bytes = {name: [0] * len(ends) for name in self._plan.splits.names}
         for receipt in (receipt for unit in self._plan.units for receipt in self._receipts.of(unit.index)):
@@ -105,8 +112,9 @@ class Finalizer:
                 hashes = (int(split["files"].get(f, {"xxh3": "0"})["xxh3"], 16) for f in names)
                 report.coverage[name].add(split)
                 rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
-                for count in ("documents", "tokens", "text_bytes"):
-                    setattr(report.splits[name], count, getattr(report.splits[name], count) + split[count])
+                self._inner_ends[name] += split.get("inner_ends", 0)
+                own = (split[count] for count in ("documents", "tokens", "text_bytes"))
+                report.splits[name].add(Counts(*own, split.get("trained_tokens")))
                 for number in range(generations[-1], len(ends)):
                     self._text_bytes[name][number] += split["text_bytes"]
         report.curated = dict(sorted(curated.items()))
@@ -139,6 +147,8 @@ class Finalizer:
                 "text_bytes": self.report.splits[name].text_bytes,
                 "unknown_tokens": coverage.unknown_tokens,
                 "round_trip": coverage.round_trip,
+                "trained_tokens": self.report.splits[name].trained_tokens,
+                "inner_ends": self._inner_ends[name],
                 "salvaged_bytes": sum(each.salvaged for each in self.report.damaged) or None,
                 "settings": self._plan.settings,
                 "config_hash": self._plan.config_hash,
@@ -146,13 +156,18 @@ class Finalizer:
             }
             hashes = [config_hash for config_hash, _ in self._plan.earlier]
             earlier = list(zip(self._parts_before, self._text_bytes[name], hashes, strict=True))
-            _, is_new = write_dataset(self._folder / name, parts, self._tokenizer, about, earlier)
+            _, is_new = write_dataset(self._folder / name, parts, self._tokenizer, about, earlier, self._more_files())
             if is_new:
                 self.report.written.insert(0, self._folder / name)
         text = orjson.dumps(self.report.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
         if put_changed(path, text):
             self.report.written.append(path)
         return self.report
+
+    def _more_files(self) -> dict[str, bytes]:
+        """Files beside the tokenizer: the chat template that the text was made with."""
+        template = self._plan.found.reader.template
+        return {TEMPLATE_FILE: template.template.encode()} if isinstance(template, ChatTemplate) else {}
 
     def _nothing(self, use: str, rejected: Counter[str]) -> UserError:
         records = self.report.records

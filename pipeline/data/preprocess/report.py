@@ -73,7 +73,10 @@ class SourceReport:
             "engines": self.engines,
             "records": self.records,
             "rejected": self.rejected,
-            "splits": {name: vars(split) for name, split in self.splits.items()},
+            "splits": {
+                name: {key: value for key, value in vars(split).items() if value is not None}
+                for name, split in self.splits.items()
+            },
             "units": self.units,
         }
 
@@ -142,6 +145,9 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
     has_loss = any(each.lost_share for source in report.sources for each in source.coverage.values())
     if has_loss:
         table.add_column("lost")
+    has_mask = any(split.trained_tokens is not None for source in report.sources for split in source.splits.values())
+    if has_mask:
+        table.add_column("trained")
     for column in table.columns[2:]:
         column.justify = "right"
     for source in report.sources:
@@ -158,6 +164,7 @@ def print_report(console: Console, report: PreprocessReport, splits: Mapping[str
                 *([size(source.lost) if not number else ""] if has_damage else []),
                 *([percent(source.coverage[name].unknown_share)] if has_unknown else []),
                 *([percent(source.coverage[name].lost_share)] if has_loss else []),
+                *(["-" if split.trained_tokens is None else f"{split.trained_tokens:,}"] if has_mask else []),
             )
     if report.sources:
         print_table(console, table)

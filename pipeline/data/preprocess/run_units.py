@@ -85,7 +85,8 @@ class TokenizeRun(JobRun[UnitJob, UnitDone]):
         if note := context.tokenizer.template_note:
             say(self._console, note)
         self._engine = choice.name
-        return [replace(job, engine=choice.which) for job in jobs]
+        # Conversations are encoded by the library that says which characters a token is of.
+        return [job if job.source.chat else replace(job, engine=choice.which) for job in jobs]
 
     def done(self, job: UnitJob, result: UnitDone) -> int:
         self.damaged |= bool(result.damaged)

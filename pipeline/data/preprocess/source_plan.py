@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from pipeline.data.global_shuffle.bucket import UNSHUFFLED
 from pipeline.data.preprocess.source_settings import settings_of
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob
+from pipeline.data.sources.chat_template import ChatTemplate
+from pipeline.data.tokenization.chat_encoding import ChatRules
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import ADDED, FrozenPlan
 from pipeline.data.work.units import SourceFiles, cut_units
@@ -101,6 +104,7 @@ def make_plan(
         "code_version": CODE_VERSION,
         "tokenizer": tokenizer.fingerprint,
         "ends of splits": splits.settings,
+        **({"jinja2": version("jinja2")} if isinstance(found.reader.template, ChatTemplate) else {}),
         **found.reader.plan_pins(),
         **found.reader.plan_partitions(found.files),
     }
@@ -141,4 +145,12 @@ def counting_job(
         drops_damaged=settings.on_damaged_file == "drop",
         start_over=start_over,
         curation=curation,
+        chat=_chat_rules(found),
     )
+
+
+def _chat_rules(found: SourceFiles) -> ChatRules | None:
+    template = found.reader.template
+    if not isinstance(template, ChatTemplate):
+        return None
+    return ChatRules(template.masks, template.longest, template.cuts)

@@ -11,6 +11,7 @@ from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
 from pipeline.data.sources.damage import DamagedFile, damaged_files
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import NOT_BAD, NULL_TEXT, Unit
+from pipeline.data.tokenization.chat_encoding import UnusableChat, encode_chat
 from pipeline.data.tokenization.coverage import Coverage, CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engines import Engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -54,6 +55,8 @@ class SourceSample:
     damaged: list[DamagedFile] = field(default_factory=list)
     coverage: Coverage = field(default_factory=Coverage)
     """Of the text that was encoded."""
+    chat: tuple[str, tuple[tuple[int, int], ...]] | None = None
+    """Of conversations, the first: its text, and the spans of it that are trained on."""
 
     @property
     def not_bad(self) -> frozenset[str]:
@@ -106,15 +109,26 @@ def take_sample(
         for document in reader:
             raw = document.text.encode()
             reason = source.reason_against(document, raw)
+            chat = None
+            if reason is None and document.spans is not None and tokenizer is not None and source.chat is not None:
+                try:
+                    chat = encode_chat(tokenizer, document.text, document.spans, source.chat)
+                except UnusableChat as unusable:
+                    document.detail, reason = unusable.detail, unusable.reason
             sample.records += 1
             if reason is not None:
                 sample.reject(reason, document.detail, unit.pieces[document.piece].file.path)
             else:
                 sample.documents += 1
                 sample.text_bytes += len(raw)
+                if document.spans is not None and sample.chat is None:
+                    sample.chat = document.text, document.spans
                 if batches is not None:
                     batches.coverage.offer(document.id, document.text)
-                    batches.add(raw)
+                    if chat is None:
+                        batches.add(raw)
+                    else:
+                        batches.bytes, batches.tokens = batches.bytes + len(raw), batches.tokens + len(chat.ids)
             sample.disk_bytes = before + reader.bytes_read
             is_full = sample.documents > 0 and max(sample.disk_bytes, sample.text_bytes) >= SAMPLE_BYTES
             if is_enough := is_full or time.perf_counter() - started > SAMPLE_S:

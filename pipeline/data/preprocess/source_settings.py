@@ -17,7 +17,7 @@ from pipeline.data.sources.records import MAX_RECORD_BYTES
 from pipeline.data.work.frozen_plan import setting_differences
 from pipeline.data.work.units import reader_of
 
-_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "curation")
+_NOT_OF_THE_RUN_FILE = ("code_version", "tokenizer", "ends of splits", "curation", "jinja2")
 
 
 def unused_weights(config: Config, manifests: Mapping[str, Manifest]) -> list[str]:

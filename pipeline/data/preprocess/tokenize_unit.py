@@ -24,6 +24,7 @@ from pipeline.data.sources.damage import DamagedFile, damaged_files
 from pipeline.data.sources.foreign_parser import is_careful, working_on
 from pipeline.data.sources.reader import UnitReader
 from pipeline.data.sources.records import Document, Position, Unit
+from pipeline.data.tokenization.chat_encoding import ChatRules, EncodedChat, UnusableChat, encode_chat
 from pipeline.data.tokenization.coverage import CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -51,6 +52,8 @@ class SourceJob(UnitSource):
     """True if the parts have to be there; not when a global shuffle has taken all documents out of them."""
     curation: AppliedCuration | None = None
     """Decisions that the documents follow."""
+    chat: ChatRules | None = None
+    """What is stored of conversations, if the documents are some."""
 
     def open_curation(self, unit: Unit) -> UnitCuration | None:
         """Decisions about a unit, if there are any."""
@@ -249,6 +252,8 @@ class _TokenizedChunk(OpenChunk):
         sample = key(source.seed, "check", identity(unit), chunk)
         self._check = Check(tokenizer, sample, context.verify_rate, self._engine.name)
         self._coverage = [CoverageCounter(tokenizer) for _ in source.splits.names]
+        self._has_mask = source.reader.keeps_mask
+        self._inner_ends = [0] * len(source.splits.names)
         self._batch: list[tuple[Document, int]] = []
         # Documents and the numbers of their splits.
         self._raw: list[bytes] = []
@@ -264,6 +269,7 @@ class _TokenizedChunk(OpenChunk):
                         tokenizer.end_of_document,
                         bool(source.reader.metadata),
                         source.reader.weight_key is not None,
+                        self._has_mask,
                     )
                 )
                 for name in source.splits.names
@@ -273,12 +279,24 @@ class _TokenizedChunk(OpenChunk):
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
+    def reason_against(self, document: Document, raw: bytes) -> str | None:
+        reason = super().reason_against(document, raw)
+        self._chat = None
+        if reason is None and document.spans is not None:
+            try:
+                self._chat = self._encode_chat(document, raw)
+            except UnusableChat as error:
+                document.text, document.detail, reason = "", error.detail, error.reason
+        return reason
+
     def take(self, document: Document, raw: bytes) -> bool:
         if document.reason is not None:
             return False
         if self._curation is not None and (rule := self._curation.apply(document)) is not None:
             self._curated[rule] += 1
             return False
+        if self._chat is not None:
+            return self._add_chat(document, raw, self._chat)
         if document.edited:
             size, raw = len(raw), document.text.encode()
             self._edited_bytes += size - len(raw)
@@ -300,7 +318,10 @@ class _TokenizedChunk(OpenChunk):
             "splits": {
                 name: writer.commit(order_key(source.seed, unit), partial(self._refuse_other_result, earlier, name))
                 | coverage.as_json()
-                for name, writer, coverage in zip(source.splits.names, self._writers, self._coverage, strict=True)
+                | ({"inner_ends": ends} if ends else {})
+                for name, writer, coverage, ends in zip(
+                    source.splits.names, self._writers, self._coverage, self._inner_ends, strict=True
+                )
             },
         }
 
@@ -346,6 +367,39 @@ class _TokenizedChunk(OpenChunk):
         if not (is_full or is_careful()):
             return False
         self.flush()
+        return True
+
+    def _encode_chat(self, document: Document, raw: bytes) -> EncodedChat:
+        """A conversation as it is stored.
+
+        Raises:
+            UnusableChat: it cannot be.
+        """
+        source, spans = self._source, document.spans
+        assert source.chat is not None and spans is not None
+        if len(raw) > source.max_document_bytes:  # it is encoded as a whole
+            limit = f"data.preprocess.max_document_bytes ({source.max_document_bytes})"
+            raise UnusableChat(f"longer than {limit}", f"{len(raw):,} bytes")
+        working_on(document.name)
+        return encode_chat(self._tokenizer, document.text, spans, source.chat)
+
+    def _add_chat(self, document: Document, raw: bytes, chat: EncodedChat) -> bool:
+        """Put a conversation into its split, by the text that it has before it is cut."""
+        if document.edited:
+            raise UserError(
+                f"{document.name}: data.curate edits the text of a conversation, whose trained spans would be "
+                "elsewhere then; leave sources with `chat` out of its edits"
+            )
+        split = self._source.splits.of(raw, document.id)
+        document.text = chat.text
+        coverage = self._coverage[split]
+        coverage.offer(document.id, chat.text)
+        encoded = Encoded(chat.ids, np.array([len(chat.ids)]))
+        coverage.unknown_tokens += sum(unknown_counts(*encoded, self._tokenizer.unknown).values())
+        self._inner_ends[split] += int(np.count_nonzero(chat.ids == self._tokenizer.end_of_document))
+        writer = self._writers[split]
+        writer.add(document, len(chat.text.encode()), memoryview(chat.ids.data).cast("B"), chat.mask)
+        writer.flush()
         return True
 
     def flush(self) -> None:

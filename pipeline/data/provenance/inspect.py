@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from rich.text import Text
 
 from pipeline.common.console import Console, print_table, say, verbatim
 from pipeline.common.errors import UserError
+from pipeline.data.chat.show import print_trained
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.manifest import REPAIR, WEIGHT_KEY, Manifest, datasets_below
 from pipeline.data.datasets.packing.files import lengths_there, read_index
@@ -23,6 +25,8 @@ from pipeline.data.sources.records import printable
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 SHOWN_CHARACTERS = 300
+SHOWN_TOKENS = 600
+"""Of a conversation."""
 HISTOGRAM_DOCUMENTS = 20_000
 """Documents at most, evenly spaced, whose lengths are counted."""
 _BAR = 40
@@ -58,6 +62,7 @@ def _print_counts(console: Console, path: Path, dataset: Dataset) -> None:
         ("documents", f"{manifest.documents:,}"),
         *([("generations", _generations(manifest))] if manifest.generations else []),
         ("tokens", f"{manifest.tokens:,}"),
+        *([] if manifest.trained_tokens is None else [("trained tokens", f"{manifest.trained_tokens:,}")]),
         ("text bytes", f"{manifest.text_bytes:,}"),
         ("bytes per token", per_token),
         ("dtype", manifest.dtype),
@@ -110,14 +115,34 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
             about += f", {printable(str(places[record]))}"
         if record not in places or places[record].kind != "text":  # a file of one document has no rows
             about += f", row {record[1]:,} of unit {record[0]:,}"
+        if dataset.manifest.has_mask:
+            about += f", {int(dataset.mask(document).sum()):,} trained"
         if dataset.manifest.has_weights:
             about += f", loss weight {dataset.weight(document):g}"
         console.print(Text(about, style="dim"), soft_wrap=True)
         if metadata := dataset.metadata(document):
             kept = ", ".join(f"{name}: {value}" for name, value in metadata.items())
             console.print(Text(printable(shortened(kept, SHOWN_CHARACTERS)), style="dim"), soft_wrap=True)
-        verbatim(console, printable(shortened(text, SHOWN_CHARACTERS), keep="\n\t"))
+        if dataset.manifest.has_mask:
+            print_trained(console, _trained_pieces(dataset, tokenizer, document))
+        else:
+            verbatim(console, printable(shortened(text, SHOWN_CHARACTERS), keep="\n\t"))
     console.print()
+
+
+def _trained_pieces(dataset: Dataset, tokenizer: Tokenizer, document: int) -> Iterator[tuple[str, bool]]:
+    """The beginning of a conversation in parts, with whether each is trained on."""
+    start = dataset.document_start(document)
+    mask = dataset.mask(document)[: SHOWN_TOKENS + 1]
+    ids = dataset.read(start, len(mask))
+    if len(ids) <= SHOWN_TOKENS and ids[-1] == tokenizer.end_of_document and not mask[-1]:
+        ids, mask = ids[:-1], mask[:-1]
+    edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
+    for low, high in pairwise(edges):
+        if high > low:
+            yield printable(tokenizer.decode(ids[low:high]), keep="\n\t"), bool(mask[low])
+    if len(ids) > SHOWN_TOKENS:
+        yield " ...", False
 
 
 def document_lengths(dataset: Dataset, limit: int) -> npt.NDArray[np.int64]:

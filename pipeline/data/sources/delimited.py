@@ -243,7 +243,7 @@ class CsvReader(Reader):
                 values = dict(given)
                 for name, place in places.items():
                     values[name] = fields[place].decode()
-                text = values[self.text_key] or "" if template is None else template.render(values)
+                text = values[self.text_key] or "" if template is None else template.render(values).text
             except UnicodeDecodeError as error:
                 detail = f"byte 0x{error.object[error.start]:02x} at {error.start} of column {name!r}"
                 yield cursor.rejected(line, byte, NOT_UTF8, detail, record.head)

@@ -179,10 +179,10 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
                 continue
         if complete is not None and type(record) is dict:
             complete(record)
-        text = record.get(text_key) if type(record) is dict else None
+        text, spans = record.get(text_key) if type(record) is dict else None, None
         if template is not None and type(record) is dict:
             try:
-                text = template.render(record)
+                text, spans = template.render(record)
             except UnusableRecord as unusable:
                 yield cursor.rejected(line - 1, byte, unusable.reason, unusable.detail, raw)
                 continue
@@ -206,6 +206,8 @@ def _lines(cursor: Cursor, piece: Piece, file: BinaryIO, end: int, source: Decom
         )
         if weight is not None:
             document.weight = weight
+        if spans is not None:
+            document.spans = spans
         yield document
     if source is not None:
         cursor.bytes_read += source.consumed - consumed
@@ -252,7 +254,7 @@ def _as_python_reads(
         text, own = record.get(reader.text_key), record.get(reader.id_key)
         if reader.template is not None:
             with suppress(UnusableRecord):
-                text = reader.template.render(record)
+                text = reader.template.render(record).text
         if isinstance(text, str) and _LONE_SURROGATE.search(text):
             raise _Rejected("lone surrogate", f"in the value of {' or '.join(map(repr, reader.text_keys))}")
         if isinstance(own, str):

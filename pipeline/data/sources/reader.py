@@ -137,8 +137,9 @@ class Reader(ABC):
 
     @classmethod
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
-        """The reader of a source of the run file. `limits`: the fields behind `metadata`."""
-        keys, template = (source.text_key, source.id_key, tuple(source.metadata)), RecordTemplate.from_config(source)
+        """The reader of a source of the run file. `limits`: fields behind `metadata`, and `tokenizer` of the file."""
+        keys = (source.text_key, source.id_key, tuple(source.metadata))
+        template = RecordTemplate.from_config(source, limits.pop("tokenizer", None))
         weight_key = getattr(source, "weight_key", None)  # sources that are never trained on have none
         limits |= {"options": source.options, "skip_records": frozenset(source.skip_records)}
         return cls(*keys, weight_key=weight_key, template=template, **limits)
@@ -179,6 +180,11 @@ class Reader(ABC):
         return self.template.keys if self.template else (self.text_key,)
 
     @property
+    def keeps_mask(self) -> bool:
+        """True if only some tokens of the documents are trained on."""
+        return self.template is not None and self.template.masks
+
+    @property
     def weight_keys(self) -> tuple[str, ...]:
         """The key or column of the weight, if there is one."""
         return () if self.weight_key is None else (self.weight_key,)
@@ -200,7 +206,7 @@ class Reader(ABC):
         """Key of the source in the run file that names these."""
         if self.template is None:
             return "text_key"
-        return "messages.key" if self.template.nested else "text_template"
+        return self.template.config_key
 
     def pins(self) -> dict[str, Any]:
         """Values that `find` has settled and the run file leaves open; kept in the plan beside `settings()`."""
@@ -492,7 +498,9 @@ class Cursor:
             values = dict(values)
             more.complete(values)
         try:
-            text = reader.template.render(values) if reader.template else values.get(reader.text_key)
+            text, spans = values.get(reader.text_key), None
+            if reader.template is not None:
+                text, spans = reader.template.render(values)
         except UnusableRecord as unusable:
             return self.rejected(line, byte, unusable.reason, unusable.detail, raw)
         if not isinstance(text, str):
@@ -515,7 +523,7 @@ class Cursor:
         self.row += 1
         place = self.unit.index, self.row - 1, self.piece, line, byte
         reason_empty = None if text else EMPTY
-        return Document(text, escaped(own) or id, *place, reason_empty, "", metadata, weight=weight)
+        return Document(text, escaped(own) or id, *place, reason_empty, "", metadata, weight=weight, spans=spans)
 
     @cached_property
     def kept(self) -> tuple[str, ...]:

@@ -143,6 +143,8 @@ class Document:
     """Its text is not that of the source any more."""
     weight: float = 1.0
     """Weight of its tokens in the training loss, if the source has such a key."""
+    spans: tuple[tuple[int, int], ...] | None = None
+    """Of a conversation: characters of the text that are trained on, see `RecordText`."""
     name: str = field(default="", compare=False)
     """`record_name` of it, which messages and `skip_records` have."""
 

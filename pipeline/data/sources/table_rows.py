@@ -149,13 +149,20 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> TableColumns:
                 raise UserError(f"{path} has several columns named {name!r}; rename all but one")
     for name in reader.text_keys:
         kind = kinds[name]
-        if not _gives_text(kind, reader) and not pa.types.is_null(kind):
+        if not _gives_text(name, kind, reader) and not pa.types.is_null(kind):
             nested = reader.template is not None and reader.template.nested
             what, wanted = ("lists of messages", "lists") if nested else ("text", "strings")
             raise UserError(
                 f"{path}: column {name!r} is of type {kind}, not {what}; set {text_key} to a column of {wanted}, "
                 f"or leave the file out with exclude. Its columns are {', '.join(map(repr, schema.names))}"
             )
+    if reader.template is not None and reader.template.has_calls:
+        for name in reader.text_keys:
+            if _has_merged_keys(kinds[name], is_tools=name == reader.template.tools_key):
+                raise UserError(
+                    f"{path}: column {name!r} has arguments of tool calls, or tools, as structs, which have the keys "
+                    "of all rows; write them as JSON text"
+                )
     for key, names in (
         ("metadata", reader.metadata),
         ("weight_key", weights),
@@ -170,13 +177,30 @@ def check_schema(schema: pa.Schema, reader: Reader, path: str) -> TableColumns:
     return found
 
 
-def _gives_text(kind: pa.DataType, reader: Reader) -> bool:
+def _gives_text(name: str, kind: pa.DataType, reader: Reader) -> bool:
     """Tell whether the text of a document can be made from a column."""
     if reader.template is None:
         return _holds_text(kind)
     if reader.template.nested:
-        return any(check(kind) for check in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+        is_text = name in reader.template.either_keys and _holds_text(kind)
+        return is_text or _is_list(kind)
     return _holds_text(kind) or pa.types.is_integer(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return any(check(kind) for check in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list))
+
+
+def _has_merged_keys(kind: pa.DataType, *, is_tools: bool, name: str = "") -> bool:
+    """Tell whether arguments of tool calls, or tools, are structs: each then has the keys of all rows."""
+    if _is_list(kind):
+        return _has_merged_keys(kind.value_type, is_tools=is_tools, name=name)
+    if not pa.types.is_struct(kind):
+        return False
+    if is_tools or name in ("arguments", "parameters"):
+        return True
+    fields = (kind.field(number) for number in range(kind.num_fields))
+    return any(_has_merged_keys(field.type, is_tools=False, name=field.name) for field in fields)
 
 
 def rows(
@@ -211,6 +235,7 @@ def rows(
             cursor.check_expansion(piece, nested, "lists and structs of one batch of rows take", free=HELD_BYTES)
         texts = text_bytes(part.column(reader.text_key)) if reader.template is None else [None] * len(part)
         made = None if reader.template is None else _Rendered(part, reader.template)
+        spans = None
         ids = values(part.column(reader.id_key)) if own_ids else None
         metadata_values = [(key, values(part.column(key))) for key in kept]
         weights = None if weight_key is None else values(part.column(weight_key))
@@ -218,7 +243,7 @@ def rows(
             row, null = first + begin + place, (NULL_TEXT, "")
             raw, texts[place] = texts[place], None  # one text at a time is held twice
             if made is not None:
-                raw, null = made.text(place)
+                raw, spans, null = made.text(place)
             update(length(-1 if raw is None else len(raw)))
             size = 0
             if raw is not None:
@@ -274,6 +299,7 @@ def rows(
             )
             if weight is not None:
                 document.weight = weight
+            document.spans = spans
             yield document
 
 
@@ -284,14 +310,15 @@ class _Rendered:
         self._template = template
         self._columns = {key: _strictly(batch.column(key)) for key in template.keys}
 
-    def text(self, row: int) -> tuple[bytes | None, tuple[str, str]]:
-        """The text, or None and (one of a few reasons, the detail)."""
+    def text(self, row: int) -> tuple[bytes | None, tuple[tuple[int, int], ...] | None, tuple[str, str]]:
+        """The text and what of it is trained on; or None twice and (one of a few reasons, the detail)."""
         try:
-            return self._template.render({key: value(row) for key, value in self._columns.items()}).encode(), ("", "")
+            text, spans = self._template.render({key: value(row) for key, value in self._columns.items()})
+            return text.encode(), spans, ("", "")
         except UnusableRecord as unusable:
-            return None, (unusable.reason, unusable.detail)
+            return None, None, (unusable.reason, unusable.detail)
         except UnicodeError as error:
-            return None, (NOT_UTF8, one_line(error))
+            return None, None, (NOT_UTF8, one_line(error))
 
 
 def _strictly(column: pa.Array) -> Callable[[int], Any]:

@@ -6,12 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.config.data import MessagesConfig, template_parts
 
 if TYPE_CHECKING:
     from pipeline.config.data import InputConfig
+    from pipeline.config.tokenizer import TokenizerConfig
 
 
 class UnusableRecord(Exception):
@@ -28,6 +29,15 @@ class UnusableRecord(Exception):
         self.detail = detail
 
 
+class RecordText(NamedTuple):
+    """Text of a record."""
+
+    text: str
+    spans: tuple[tuple[int, int], ...] | None = None
+    """Of a conversation: characters [first, end) that are trained on, ascending. Special tokens in the text count as
+    such."""
+
+
 @dataclass(frozen=True)
 class RecordTemplate(ABC):
     """Text of a record from values of several keys."""
@@ -42,12 +52,37 @@ class RecordTemplate(ABC):
         """True if the value of its key is a list of messages."""
         return False
 
+    @property
+    def config_key(self) -> str:
+        """Key of the source in the run file that names `keys`."""
+        return "text_template"
+
+    @property
+    def either_keys(self) -> tuple[str, ...]:
+        """Keys whose values may be text or lists."""
+        return ()
+
+    @property
+    def has_calls(self) -> bool:
+        """True if arguments of tool calls are kept, whose keys are those of each call alone."""
+        return False
+
+    @property
+    def tools_key(self) -> str | None:
+        """Key of the tools, if it reads any."""
+        return None
+
+    @property
+    def masks(self) -> bool:
+        """True if only some tokens are trained on."""
+        return False
+
     @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Values of the run file that it is made from."""
 
     @abstractmethod
-    def render(self, values: Mapping[str, Any]) -> str:
+    def render(self, values: Mapping[str, Any]) -> RecordText:
         """The text of a record.
 
         Args:
@@ -58,8 +93,17 @@ class RecordTemplate(ABC):
         """
 
     @classmethod
-    def from_config(cls, source: InputConfig) -> RecordTemplate | None:
-        """The template of a source of the run file; None if its text has a key of its own."""
+    def from_config(cls, source: InputConfig, tokenizer: TokenizerConfig | None = None) -> RecordTemplate | None:
+        """The template of a source of the run file; None if its text has a key of its own.
+
+        Args:
+            source: of the run file.
+            tokenizer: of the run file; a chat template is in its folder, and names its tokens.
+        """
+        if source.chat is not None:
+            from pipeline.data.sources.chat_template import ChatTemplate
+
+            return ChatTemplate.of(source, tokenizer)
         if source.messages is not None:
             return MessagesTemplate.of(source.messages)
         return None if source.text_template is None else KeysTemplate(source.text_template)
@@ -67,6 +111,10 @@ class RecordTemplate(ABC):
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any]) -> RecordTemplate | None:
         """The template with these `settings()`; None if they have none."""
+        if "chat" in settings:
+            from pipeline.data.sources.chat_template import ChatTemplate
+
+            return ChatTemplate.of_settings(settings)
         if "messages" in settings:
             return MessagesTemplate.of(MessagesConfig.model_validate(settings["messages"]))
         return KeysTemplate(settings["text_template"]) if "text_template" in settings else None
@@ -101,7 +149,7 @@ class KeysTemplate(RecordTemplate):
         """The template as it is written."""
         return {"text_template": self.template}
 
-    def render(self, values: Mapping[str, Any]) -> str:
+    def render(self, values: Mapping[str, Any]) -> RecordText:
         """Strings as they are, and whole numbers in digits."""
         texts, absent = [], False
         for literal, key, optional in self._parts:
@@ -120,7 +168,7 @@ class KeysTemplate(RecordTemplate):
                     raise UnusableRecord(f"value of {key!r} is not text", type(value).__name__)
                 value = str(value)
             texts.append(value)
-        return "".join(texts)
+        return RecordText("".join(texts))
 
 
 @dataclass(frozen=True)
@@ -162,6 +210,11 @@ class MessagesTemplate(RecordTemplate):
         """True."""
         return True
 
+    @property
+    def config_key(self) -> str:
+        """That of the list."""
+        return "messages.key"
+
     def settings(self) -> dict[str, Any]:
         """The section of the run file."""
 
@@ -173,7 +226,7 @@ class MessagesTemplate(RecordTemplate):
         keys = {"key": self.key, "role_key": self.role_key, "content_key": self.content_key}
         return {"messages": {**keys, "roles": roles}}
 
-    def render(self, values: Mapping[str, Any]) -> str:
+    def render(self, values: Mapping[str, Any]) -> RecordText:
         """The messages in their order; an empty list is an empty text."""
         messages = values.get(self.key)
         if messages is None:
@@ -191,4 +244,4 @@ class MessagesTemplate(RecordTemplate):
                 raise UnusableRecord("role without a template", f"message {number} has the role {role[:50]!r}")
             before, after = self._forms[role]
             texts += [before, content, after]
-        return "".join(texts)
+        return RecordText("".join(texts))

@@ -317,6 +317,19 @@ class Tokenizer:
             ids: list[int] = self._engine.encode(text, add_special_tokens=False).ids
         return ids
 
+    @cached_property
+    def _parser(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, which finds special tokens in a text."""
+        engine = load_definition(self.definition.encode(), self._file)
+        engine.encode_special_tokens = False
+        return engine
+
+    def encode_parsed(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Ids of a text in which special tokens count as such, and the characters [first, end) that each id is of."""
+        with self._readable_errors([text]), parsing("tokenizers"):
+            found = self._parser.encode(text, add_special_tokens=False)
+        return found.ids, found.offsets
+
     def decode(self, ids: Any) -> str:
         """Text of ids (a list or an array). Special tokens appear as their text; cut characters as U+FFFD."""
         with self._readable_errors([]), parsing("tokenizers"):

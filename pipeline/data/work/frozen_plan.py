@@ -219,6 +219,8 @@ def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
 def _shown(name: str, value: Any) -> str:
     if name.endswith("_bytes") and isinstance(value, int) and value % 2**20 == 0:
         return f"{value // 2**20}MiB"
+    if name == "chat_template" and isinstance(value, str):
+        return f"one with the hash {value_hash(value)}"
     return repr(value)
 
 

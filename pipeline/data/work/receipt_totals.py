@@ -36,9 +36,13 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    trained_tokens: int | None = None
+    """Of conversations: those that are trained on."""
 
     def add(self, other: ReceiptSplit | Counts) -> None:
         """Add those of a chunk."""
+        if other.trained_tokens is not None:
+            self.trained_tokens = (self.trained_tokens or 0) + other.trained_tokens
         self.documents += other.documents
         self.tokens += other.tokens
         self.text_bytes += other.text_bytes

@@ -45,6 +45,8 @@ class ReceiptSplit(_Strict):
     files: dict[str, _File]
     unknown_tokens: _Count | None = None
     round_trip: RoundTrip | None = None
+    trained_tokens: _Count | None = None
+    inner_ends: _Count = 0
 
 
 class _Damage(_Strict):

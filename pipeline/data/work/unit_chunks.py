@@ -119,6 +119,10 @@ class OpenChunk(ABC):
     @abstractmethod
     def __exit__(self, *_: object) -> None: ...
 
+    def reason_against(self, document: Document, raw: bytes) -> str | None:
+        """Further reason to reject a record that the settings of the source do not speak against."""
+        return document.reason
+
     @abstractmethod
     def take(self, document: Document, raw: bytes) -> bool:
         """Take the next document, or a record that is rejected, for its `reason`.
@@ -235,6 +239,7 @@ class ChunkedUnit(ABC):
             for document in documents:
                 raw = document.text.encode()
                 document.reason = source.reason_against(document, raw)
+                document.reason = output.reason_against(document, raw)
                 if document.reason is not None:
                     rejected[document.reason] += 1
                     source.check_on_error(unit, document)

@@ -95,6 +95,8 @@ def reader_of(source: InputConfig, config: Config) -> Reader:
     access = config.data.remote.access
     if any(is_url(path) for path in source.paths):
         limits["remote"] = access
+    if source.chat is not None:  # readers of other packages may not know it
+        limits["tokenizer"] = config.tokenizer
     return source_format(source.type).from_config(source, **limits)
 
 

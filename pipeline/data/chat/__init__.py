@@ -1,0 +1,1 @@
+"""Conversations: formats of their messages, and the templates that make text of them."""

@@ -1,0 +1,205 @@
+"""Records of the usual formats of conversations as one: a list of messages with roles, and tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple
+
+ChatFormat = Literal["openai", "sharegpt", "prompt_completion"]
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+"""Roles of messages in the format of OpenAI."""
+SPEAKERS = {
+    **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant"},
+    **{"observation": "tool", "tool": "tool", "function_call": "assistant"},
+}
+"""Role of each speaker in the format of ShareGPT."""
+MOST_MESSAGES = 4096
+"""Messages of a conversation: templates may look at all others for each."""
+
+
+class Conversation(NamedTuple):
+    """A conversation."""
+
+    messages: list[dict[str, Any]]
+    """As a template gets them."""
+    tools: list[Any] | None
+    trained: tuple[bool, ...]
+    """For each message of the assistant, whether it may be trained on: its `weight` is not 0."""
+
+    def strings(self) -> Iterator[str]:
+        """All strings of it, names of keys of arguments too."""
+        for message in self.messages:
+            for key, value in message.items():
+                if key == "role":
+                    continue
+                yield from _strings(value)
+                if isinstance(value, list):
+                    # A template may put the parts of a content together.
+                    yield "".join(
+                        part["text"] for part in value if type(part) is dict and type(part.get("text")) is str
+                    )
+        yield from _strings(self.tools)
+
+
+class UnusableConversation(Exception):
+    """A record is none of the format.
+
+    Attributes:
+        reason: one of a few.
+        detail: more on it.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason = reason
+        self.detail = detail
+
+
+def read_conversation(
+    values: Mapping[str, Any], form: ChatFormat, messages_key: str, tools_key: str | None
+) -> Conversation:
+    """The conversation of a record.
+
+    Args:
+        values: of the record, by key.
+        form: of the record.
+        messages_key: key of the list of messages; of `prompt_completion` unused.
+        tools_key: key of the tools, if there is one.
+
+    Raises:
+        UnusableConversation: it is none.
+    """
+    if form == "prompt_completion":
+        prompt, completion = (
+            _side(values, key, role) for key, role in (("prompt", "user"), ("completion", "assistant"))
+        )
+        # What the assistant says in the prompt is not what is to be learned.
+        raw = [{**each, "weight": 0} for each in prompt] + completion
+    else:
+        raw = _messages(values.get(messages_key), messages_key)
+        if form == "sharegpt":
+            raw = [_of_sharegpt(number, each) for number, each in enumerate(raw)]
+    if not raw:
+        raise UnusableConversation("no messages")
+    if len(raw) > MOST_MESSAGES:
+        raise UnusableConversation(f"more than {MOST_MESSAGES} messages", f"{len(raw)}")
+    messages, trained = [], []
+    for number, each in enumerate(raw):
+        message = _without_nulls(each)
+        weight = message.pop("weight", 1)
+        if isinstance(weight, bool) or weight not in (0, 1):
+            raise UnusableConversation("message weight is not 0 or 1", f"message {number} has {weight!r:.50}")
+        _check(number, message)
+        messages.append(message)
+        if message["role"] == "assistant":
+            trained.append(weight == 1)
+    return Conversation(messages, None if tools_key is None else _tools(values.get(tools_key)), tuple(trained))
+
+
+def _messages(value: Any, key: str) -> list[Any]:
+    if value is None:
+        raise UnusableConversation(f"no value for {key!r}")
+    if type(value) is not list:
+        raise UnusableConversation(f"value of {key!r} is not a list of messages", type(value).__name__)
+    for number, message in enumerate(value):
+        if type(message) is not dict:
+            raise UnusableConversation("message is not an object", f"message {number}")
+    return value
+
+
+def _side(values: Mapping[str, Any], key: str, role: str) -> list[Any]:
+    """Prompt or completion as messages."""
+    value = values.get(key)
+    return [{"role": role, "content": value}] if type(value) is str else _messages(value, key)
+
+
+def _of_sharegpt(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    speaker, value = message.get("from"), message.get("value")
+    if type(speaker) is not str or speaker not in SPEAKERS:
+        raise UnusableConversation("unknown speaker", f"message {number} is from {speaker!r:.60}")
+    others = {key: each for key, each in message.items() if key not in ("from", "value")}
+    if speaker != "function_call":
+        return {"role": SPEAKERS[speaker], "content": value, **others}
+    calls = _parsed(value, number)
+    calls = calls if isinstance(calls, list) else [calls]
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+        **others,
+    }
+
+
+def _check(number: int, message: dict[str, Any]) -> None:
+    """Complete a message in the format of OpenAI, or refuse it."""
+    role = message.get("role")
+    if type(role) is not str or role not in ROLES:
+        raise UnusableConversation("unknown role", f"message {number} has the role {role!r:.60}")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        message["tool_calls"] = [_call(number, each) for each in _messages(calls, "tool_calls")]
+    content = message.setdefault("content", "" if message.get("tool_calls") else None)
+    if type(content) is list:
+        for part in content:
+            if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
+                raise UnusableConversation("content that is not text", f"message {number}")
+    elif type(content) is not str:
+        raise UnusableConversation("message without content", f"message {number} of {role}")
+
+
+def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
+    function = call.get("function", call)
+    if type(function) is not dict or type(function.get("name")) is not str:
+        raise UnusableConversation("tool call without a name", f"message {number}")
+    arguments = function.get("arguments", {})
+    if type(arguments) is str:
+        arguments = _parsed(arguments, number)
+    if type(arguments) is not dict:
+        raise UnusableConversation("arguments of a tool call are not an object", f"message {number}")
+    changed = {**function, "arguments": arguments}
+    return {**call, "function": changed} if "function" in call else changed
+
+
+def _parsed(text: Any, number: int) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        raise UnusableConversation("arguments of a tool call are not JSON", f"message {number}") from None
+
+
+def _tools(value: Any) -> list[Any] | None:
+    if type(value) is str:
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError):
+            raise UnusableConversation("tools are not JSON") from None
+    if value is None or value == []:
+        return None
+    if type(value) is not list or any(type(each) is not dict for each in value):
+        raise UnusableConversation("tools are not a list of objects", type(value).__name__)
+    return value
+
+
+def _without_nulls(value: Any, depth: int = 0) -> Any:
+    """A message without keys that are null: tables have each key of some message in all of them."""
+    if type(value) is dict:
+        return {
+            key: each if key in ("arguments", "content") and type(each) is not list else _without_nulls(each, depth + 1)
+            for key, each in value.items()
+            if each is not None
+        }
+    return [_without_nulls(each, depth + 1) for each in value] if type(value) is list and depth < 20 else value
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All strings in a value, at any depth."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if type(each) is str:
+            yield each
+        elif type(each) is dict:
+            waiting += [*each.keys(), *each.values()]
+        elif type(each) is list:
+            waiting += each

@@ -1,0 +1,208 @@
+"""Conversations of a source: records of a format, as text by a chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.common.errors import UserError
+from pipeline.common.objects.urls import is_url
+from pipeline.data.chat.conversation import ChatFormat, Conversation, UnusableConversation, read_conversation
+from pipeline.data.chat.probe import check_template
+from pipeline.data.chat.renderer import MAX_TEXT_BYTES, ChatRenderer, open_renderer
+from pipeline.data.chat.results import BadTemplate, CannotRender
+from pipeline.data.chat.template_files import (
+    read_template,
+    special_tokens_of,
+    template_of_tokenizer,
+    tokens_of_tokenizer,
+)
+from pipeline.data.sources.template import RecordTemplate, RecordText, UnusableRecord
+
+if TYPE_CHECKING:
+    from pipeline.config.data import InputConfig
+    from pipeline.config.tokenizer import TokenizerConfig
+
+CHAT, CHAT_TEMPLATE = "chat", "chat_template"
+"""Keys of plans of sources of conversations: their section, and the text of the template."""
+SPECIAL_IN_CONTENT = "text of a special token in a message"
+NO_TARGET = "nothing to train on"
+
+
+@dataclass(frozen=True)
+class ChatTemplate(RecordTemplate):
+    """A chat template, with what it is used for.
+
+    Attributes:
+        template: its text.
+        tokens: (name, text) of the tokens that it may name.
+        special: texts of the special tokens of the tokenizer, which messages must not hold.
+        longest, cuts: `max_tokens`, and whether longer conversations are cut; that is up to who encodes them.
+    """
+
+    template: str
+    format: ChatFormat
+    messages_key: str
+    tools: str | None
+    train_on: str
+    date: str | None
+    rejects_special: bool
+    longest: int | None
+    cuts: bool
+    tokens: tuple[tuple[str, str], ...]
+    special: tuple[str, ...]
+
+    @classmethod
+    def of(cls, source: InputConfig, tokenizer: TokenizerConfig | None) -> ChatTemplate:
+        """That of a source of the run file.
+
+        Raises:
+            UserError: there is no such template.
+        """
+        chat, place = source.chat, f"source {source.name!r}: chat.template"
+        assert chat is not None and tokenizer is not None
+        if tokenizer.path is not None and is_url(str(tokenizer.path)):
+            raise UserError(f"{place}: tokenizer.path is a URL; chat needs a tokenizer on a disk: fetch it there")
+        file = None if tokenizer.path is None else Path(tokenizer.path)
+        folder = None if file is None else file if file.is_dir() else file.parent
+        if chat.template != "tokenizer":
+            text = read_template(Path(chat.template), place)
+        elif folder is None:
+            raise UserError(
+                f"{place}: `tokenizer` needs tokenizer.path; a trained tokenizer has no template: give a file"
+            )
+        else:
+            text = template_of_tokenizer(folder, place)
+        special = {tokenizer.end_of_document, *tokenizer.special_tokens}
+        tokens = {"eos_token": tokenizer.end_of_document}
+        if file is not None and folder is not None:
+            special |= special_tokens_of(folder / "tokenizer.json" if file.is_dir() else file)
+            tokens |= tokens_of_tokenizer(folder)
+        return cls(
+            text,
+            chat.format,
+            chat.messages_key,
+            chat.tools_key,
+            chat.train_on,
+            chat.date,
+            chat.special_in_content == "reject",
+            chat.max_tokens,
+            chat.on_long == "cut",
+            tuple(sorted(tokens.items())),
+            tuple(sorted(special)),
+        )
+
+    @classmethod
+    def of_settings(cls, settings: Mapping[str, Any]) -> ChatTemplate:
+        """That of a plan."""
+        made = dict(settings[CHAT])
+        tokens, special = tuple(sorted(made.pop("tokens").items())), tuple(made.pop("special"))
+        return cls(template=settings[CHAT_TEMPLATE], tokens=tokens, special=special, **made)
+
+    def settings(self) -> dict[str, Any]:
+        """The section of the run file, the tokens and the text of the template."""
+        made = asdict(self) | {"tokens": dict(self.tokens), "special": list(self.special)}
+        return {CHAT: made, CHAT_TEMPLATE: made.pop("template")}
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of the messages, and of the tools."""
+        own = ("prompt", "completion") if self.format == "prompt_completion" else (self.messages_key,)
+        return own if self.tools is None else (*own, self.tools)
+
+    @property
+    def nested(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def config_key(self) -> str:
+        """That of the messages."""
+        return "chat.messages_key"
+
+    @property
+    def either_keys(self) -> tuple[str, ...]:
+        """All but that of the messages."""
+        return tuple(key for key in self.keys if self.format == "prompt_completion" or key != self.messages_key)
+
+    @property
+    def has_calls(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def tools_key(self) -> str | None:
+        """Key of the tools."""
+        return self.tools
+
+    @property
+    def masks(self) -> bool:
+        """True unless all tokens are trained on."""
+        return self.train_on != "all"
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)")
+
+    @property
+    def _renderer(self) -> ChatRenderer:
+        return open_renderer(self.template, self.date, MAX_TEXT_BYTES)
+
+    def check(self, name: str) -> dict[str, Any]:
+        """Look at the template before anything is rendered; returns what it made of some conversations.
+
+        Args:
+            name: of the source, for messages.
+
+        Raises:
+            UserError: it cannot be used.
+        """
+        place = f"source {name!r}: chat.template"
+        return dict(check_template(self._renderer, dict(self.tokens), self.special, masks=self.masks, place=place))
+
+    def render(self, values: Mapping[str, Any]) -> RecordText:
+        """The text of a conversation, with the spans that are trained on; () if all of it is."""
+        try:
+            conversation = read_conversation(values, self.format, self.messages_key, self.tools)
+        except UnusableConversation as error:
+            raise UnusableRecord(error.reason, error.detail) from None
+        if self.rejects_special:
+            self._refuse_special(conversation)
+        variables = {
+            **dict(self.tokens),
+            "messages": conversation.messages,
+            "tools": conversation.tools,
+            "documents": None,
+            "add_generation_prompt": False,
+        }
+        try:
+            text, spans = self._renderer.render(variables)
+        except CannotRender as error:
+            raise UnusableRecord("the chat template refuses it", str(error)) from None
+        except BadTemplate as error:
+            raise UserError(f"chat.template: {error}") from None
+        return RecordText(text, self._trained(conversation, spans) if self.masks else ())
+
+    def _refuse_special(self, conversation: Conversation) -> None:
+        for text in conversation.strings():
+            if found := self._special.search(text):
+                raise UnusableRecord(SPECIAL_IN_CONTENT, found[0])
+
+    def _trained(self, conversation: Conversation, spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+        """The spans that are trained on, by `train_on` and the weights of messages."""
+        trained = conversation.trained
+        chooses = self.train_on == "last" or not all(trained)
+        if chooses and len(spans) != len(trained):
+            detail = f"{len(spans)} marked spans of {len(trained)} messages of the assistant"
+            raise UnusableRecord("marked spans are not one for each answer", detail)
+        if chooses:
+            last = len(spans) - 1
+            chosen = (trained[n] and (self.train_on != "last" or n == last) for n in range(len(spans)))
+            spans = tuple(span for span, is_chosen in zip(spans, chosen, strict=True) if is_chosen)
+        if not spans:
+            raise UnusableRecord(NO_TARGET, "no answer of the assistant is marked as trained")
+        return spans
