@@ -35,9 +35,7 @@ def _refuse_in_phase(config: Config, number: int, phase: PhaseConfig, name: str)
     packing = phase.packing or config.data.loader.packing
     if packing != "best_fit":
         key = "data.loader.packing" if phase.packing is None else f"blend.phases.{number}.packing"
-        raise UserError(
-            f"{source}, and {key}: {packing} would cut them: set {key}: best_fit, or chat.train_on: all"
-        )
+        raise UserError(f"{source}, and {key}: {packing} would cut them: set {key}: best_fit, or chat.train_on: all")
     if not config.model.document_attention:
         raise UserError(
             f"{source}, and with model.document_attention: false they would see others in their pack: set "

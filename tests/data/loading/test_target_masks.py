@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from pipeline.common.errors import UserError
+from pipeline.data.loading.heldout import HeldOut
 from pipeline.data.loading.loader import Loader
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.objectives.fim import FillInTheMiddle
@@ -184,3 +185,22 @@ def test_the_journal_knows_masks():
     assert "target_mask" not in now.to_json()["segments"][0]["sources"]["a"]
     with pytest.raises(UserError, match="targets of 'a': trained parts alone -> all tokens"):
         now.going_on(saved, 2)
+
+
+def test_held_out_conversations_are_read_one_by_one():
+    """Each from its own beginning; what is longer than a window is scored in several."""
+    lengths = [3, 0, 20, 1, 16]
+    mask = (np.random.default_rng(4).random(sum(lengths)) < 0.5).astype(np.uint8)
+    mask[[0, 3, 23, 24]] = 0
+    split = HeldOut(MemoryDataset(lengths).with_mask(mask), L)
+    assert len(split) == 5
+    batch = split.batch(range(5))
+    ids = split.dataset.ids.tolist()
+    expected = [(0, 3), (3, 19), (19, 23), (23, 24), (24, 40)]
+    for row, (first, end) in enumerate(expected):
+        assert batch.targets[row, : end - first].tolist() == ids[first:end]
+        assert batch.weight[row].tolist() == [*mask[first:end].tolist(), *[0.0] * (L - (end - first))]
+    assert batch.tokens[:, 0].tolist() == [EOD, EOD, ids[18], EOD, EOD]
+    bounds = batch.bounds.tolist()
+    assert [row[1] for row in bounds] == [1, 1, 0, 1, 1] and [row[3] for row in bounds] == [1, 1, 0, 1, 1]
+    assert batch.weight.sum() == split.dataset.trained_targets(np.arange(5)).sum()

@@ -20,6 +20,7 @@ from pipeline.train.start.checks import TRAIN_CHECKS
 from slurm.local import stages
 from slurm.local.preview import preview
 from tests import tiny
+from tests.data.chat.templates import TEMPLATES
 
 CHECKS = {"curate": CURATE_CHECKS, "preprocess": PREPROCESS_CHECKS, "train": TRAIN_CHECKS, "eval": EVAL_CHECKS}
 
@@ -58,6 +59,11 @@ def a_file(root: Path) -> None:
     (root / "file").write_text("")
 
 
+def a_conversation(root: Path) -> None:
+    (root / "chat.jinja").write_text(TEMPLATES["plain"])
+    (root / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+
+
 TABLES = [{"name": "t", "type": "parquet", "paths": ["{root}/tables/*.parquet"]}]
 CUT = [{"name": "t", "type": "jsonl", "paths": ["{root}/cut/*.gz"]}]
 CURATED = {"rules": {"gopher_quality": {}}}
@@ -65,6 +71,8 @@ ADOPTED = [{"name": "t", "dataset": "{root}/none"}]
 GREEDY = {"prompts": ["a"], "temperature": 1}
 LAMBADA = [{"type": "lambada", "path": "{root}/none.jsonl"}]
 AGAINST = {**CURATED, "duplicates": {"exact": "text"}, "against": ["{root}/none"]}
+CHAT = [{"name": "c", "type": "jsonl", "paths": ["{root}/chat.jsonl"]}]
+CHAT[0] |= {"chat": {"format": "openai", "template": "{root}/chat.jinja"}}
 MODEL = {"language": {"model": "{root}/none.bin"}}
 CUT_EVAL = {"processes": 2, "parallel": {"cp": 2}}
 ITEMS = {"decontaminate": {"files": ["{root}/none.jsonl"]}}
@@ -81,6 +89,7 @@ BEFORE_DATA = [
     Planted("train", "layout", {"parallel.tp": 3, "launch.processes": 3}, "model.heads=2 cannot be cut"),
     Planted("train", "loggers", {"train.metrics.mlflow": {"experiment": "a"}}, "train.metrics.mlflow"),
     Planted("train", "schedule", {"train.schedule.warmup": "9 steps"}, "warmup 9 steps lasts"),
+    Planted("train", "conversations", {"data.sources": CHAT}, "windows would cut them", a_conversation),
     Planted("train", "checkpoint to resume from", {"resume": {"from": "latest"}}, "train first"),
     Planted("train", "checkpoints to evaluate", {"eval.every_checkpoint": True}, "train.checkpoint.keep_every"),
     Planted("eval", "layout of the evaluation", {"eval": {**CUT_EVAL, "max_length": 31}}, "=31"),
