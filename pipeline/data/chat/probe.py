@@ -68,7 +68,7 @@ def check_template(
     found: dict[str, RenderedChat] = {}
     for name, conversation in PROBES.items():
         try:
-            rendered = renderer.render({**tokens, "tools": None, "add_generation_prompt": False, **conversation})
+            rendered = _render(renderer, tokens, conversation)
         except CannotRender as error:
             if name != "two turns":  # a template need not know tools
                 continue
@@ -77,6 +77,21 @@ def check_template(
             _check_spans(name, rendered, conversation, special, place)
         found[name] = rendered
     return found
+
+
+def _render(renderer: ChatRenderer, tokens: Mapping[str, str], conversation: Mapping[str, Any]) -> RenderedChat:
+    """A conversation by a template; its contents as lists of parts if the template wants these."""
+    others = {**tokens, "tools": None, "documents": None, "add_generation_prompt": False, **conversation}
+    try:
+        return renderer.render(others)
+    except CannotRender as error:
+        parts = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]} for message in others["messages"]
+        ]
+        try:
+            return renderer.render({**others, "messages": parts})
+        except CannotRender:
+            raise error from None
 
 
 def check_names(variables: Collection[str], tokens: Mapping[str, str], *, has_date: bool, place: str) -> None:
