@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline import api
 from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
+from pipeline.data.datasets.packing.files import PackFiles
 from pipeline.data.packing.command import pack
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
@@ -31,18 +33,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def chat(folder: Path) -> Dataset:
+    return Dataset.open(folder / "data" / "chat" / "train")
+
+
 def test_targets_in_training_validation_and_provenance(folder: Path) -> None:
     """Counts of metrics are those of the masks; a held-out loss and the documents of a step show them."""
     run = runs.train(folder, "both", "train.duration=3 steps", "train.validation.every_steps=3")
     view, rows = open_view(run), read_metrics(run)
-    chat = Dataset.open(folder / "data" / "chat" / "train")
     for step, row in enumerate(rows, 1):
         shown = where(view, step, say=print)
         for sample in shown.shown:
             for piece in sample.pieces:
                 if sample.source == "chat":
                     assert piece.predicted is not None
-                    mask = chat.mask(piece.about.document)
+                    mask = chat(folder).mask(piece.about.document)
                     found = [token for a, b in piece.predicted.tokens for token in range(a, b)]
                     assert found == mask.nonzero()[0].tolist()
                 else:
@@ -65,6 +70,13 @@ def test_epochs_with_a_stop_equal_those_without(folder: Path) -> None:
     assert len(read_metrics(straight)) > 5
     assert runs.exact(straight) == runs.exact(split) and runs.weights_hash(straight) == runs.weights_hash(split)
     assert read_metrics(straight)[-1]["epochs_by_source"] == {"chat": 2.0}
+    run = api.Run(straight)
+    batches = [run.batch(step) for step in range(1, len(read_metrics(straight)) + 1)]
+    packs = sum(len(batch.samples) for batch in batches)
+    assert len(batches[-1].samples) < 7 and packs == 2 * PackFiles.open(chat(folder), 32).index.packs
+    assert sum(batch.valid_targets for batch in batches) == 2 * chat(folder).manifest.trained_tokens
+    assert len(batches[-1].documents) == len(batches[-1].ids) == len(batches[-1].samples)
+    assert not where(open_view(straight), len(batches), rank=2, ranks=3, say=print).warnings
     code, out = runs.start(folder, "straight", "train.duration=3 epochs", *keys, file="chat.yaml")
     assert code == 2 and "fork from a checkpoint before that step" in out
 

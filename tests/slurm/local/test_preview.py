@@ -1,6 +1,7 @@
 """A preview and the start of a stage find the same problems, in the same words."""
 
 import gzip
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,7 +62,8 @@ def a_file(root: Path) -> None:
 
 def a_conversation(root: Path) -> None:
     (root / "chat.jinja").write_text(TEMPLATES["plain"])
-    (root / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    (root / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
 
 
 TABLES = [{"name": "t", "type": "parquet", "paths": ["{root}/tables/*.parquet"]}]
@@ -73,6 +75,7 @@ LAMBADA = [{"type": "lambada", "path": "{root}/none.jsonl"}]
 AGAINST = {**CURATED, "duplicates": {"exact": "text"}, "against": ["{root}/none"]}
 CHAT = [{"name": "c", "type": "jsonl", "paths": ["{root}/chat.jsonl"]}]
 CHAT[0] |= {"chat": {"format": "openai", "template": "{root}/chat.jinja"}}
+TURNS = {"tokenizer.special_tokens": ["<|start|>", "<|end|>"]}
 MODEL = {"language": {"model": "{root}/none.bin"}}
 CUT_EVAL = {"processes": 2, "parallel": {"cp": 2}}
 ITEMS = {"decontaminate": {"files": ["{root}/none.jsonl"]}}
@@ -89,7 +92,7 @@ BEFORE_DATA = [
     Planted("train", "layout", {"parallel.tp": 3, "launch.processes": 3}, "model.heads=2 cannot be cut"),
     Planted("train", "loggers", {"train.metrics.mlflow": {"experiment": "a"}}, "train.metrics.mlflow"),
     Planted("train", "schedule", {"train.schedule.warmup": "9 steps"}, "warmup 9 steps lasts"),
-    Planted("train", "conversations", {"data.sources": CHAT}, "windows would cut them", a_conversation),
+    Planted("train", "conversations", {"data.sources": CHAT, **TURNS}, "windows would cut them", a_conversation),
     Planted("train", "checkpoint to resume from", {"resume": {"from": "latest"}}, "train first"),
     Planted("train", "checkpoints to evaluate", {"eval.every_checkpoint": True}, "train.checkpoint.keep_every"),
     Planted("eval", "layout of the evaluation", {"eval": {**CUT_EVAL, "max_length": 31}}, "=31"),
