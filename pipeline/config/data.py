@@ -256,8 +256,8 @@ class InputConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> InputConfig:
-        ways = [key for key in ("text_key", "text_template", "messages", "chat") if key in self.model_fields_set]
-        ways = [key for key in ways if getattr(self, key) is not None]
+        # A run folder has every key, so that of a default is none.
+        ways = [key for key in ("text_key", "text_template", "messages", "chat") if not self._is_default(key)]
         given = [key for key in ("text_template", "messages", "chat") if getattr(self, key) is not None]
         if given and not self.has_keys:
             raise ValueError(f"{given[0]} needs records with keys; those of type: {self.type} have none")
@@ -267,11 +267,14 @@ class InputConfig(Section):
         if given and len(ways) > 1:
             raise ValueError(f"give one of {' and '.join(ways)}")
         for key, types in (("csv", ("csv", "tsv")), ("warc", ("warc", "html"))):
-            if getattr(self, key) != type(self).model_fields[key].default and self.type not in types:
+            if not self._is_default(key) and self.type not in types:
                 raise ValueError(f"{key} needs type: {' or '.join(types)}")
         if self.type == "html" and self.warc.html is not None:
             raise ValueError("warc.html is for type: warc; with type: html, trafilatura reads every file")
         return self
+
+    def _is_default(self, key: str) -> bool:
+        return bool(getattr(self, key) == type(self).model_fields[key].default)
 
     @field_validator("name")
     @classmethod

@@ -107,7 +107,7 @@ class PackMasks:
     def _by_source(
         self, number: int, located: LocatedPacks, which: IntArray
     ) -> Iterator[tuple[PackInstances, IntArray, PackChunks]]:
-        """Of the sources with masks: packs, places in `which` of their chunks, and these."""
+        """Sources with masks: their packs, places in `which` of their chunks, and these."""
         sources = located.sources[located.chunks.row[which]]
         for source in np.flatnonzero(self._masked[number]).tolist():
             mine = np.flatnonzero(sources == source)
