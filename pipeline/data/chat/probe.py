@@ -122,8 +122,8 @@ def _check_spans(
         span = rendered.text[start:end]
         if not span.rstrip().endswith(tuple(special)):
             raise UserError(
-                f"{place}: what the chat template marks as trained ends with {span[-30:]!r} ({name}), which is no "
-                f"special token of the tokenizer, so a model would never learn to stop; move {{% endgeneration %}} "
+                f"{place}: what the chat template marks as trained ends with {span[-30:]!r} ({name}), which is not "
+                f"a special token of the tokenizer, so a model would never learn to stop; move {{% endgeneration %}} "
                 "behind the token that ends the turn, and see that tokenizer.special_tokens has it (its special tokens "
                 f"are {', '.join(sorted(special)[:10]) or 'none'})"
             )
