@@ -8,15 +8,19 @@ from pathlib import Path
 import pytest
 
 from pipeline import api
+from pipeline.common.errors import UserError
 from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.packing.files import PackFiles
 from pipeline.data.packing.command import pack
+from pipeline.data.plan.build import make_data_plan
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.eval.perplexity import evaluate
+from pipeline.train.parallel.step_shapes import step_counts
 from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS
 from pipeline.train.run.folder import read_metrics
+from slurm.submit.course import in_steps
 from tests.data import masked
 from tests.tiers import first
 from tests.train import runs
@@ -76,6 +80,13 @@ def test_epochs_with_a_stop_equal_those_without(folder: Path) -> None:
     assert len(batches[-1].samples) < 7 and packs == 2 * PackFiles.open(chat(folder), 32).index.packs
     assert sum(batch.valid_targets for batch in batches) == 2 * chat(folder).manifest.trained_tokens
     assert len(batches[-1].documents) == len(batches[-1].ids) == len(batches[-1].samples)
+    config = load(folder / "chat.yaml", [f"run.dir={folder / 'planned'}", "train.duration=2 epochs"])
+    plan = make_data_plan(config)
+    assert in_steps(config).train.duration.count == plan.steps == len(batches) and plan.samples == packs
+    trained = sum(batch.valid_targets for batch in batches)
+    assert plan.segments[0].trained_per_step == pytest.approx(trained / len(batches))
+    with pytest.raises(UserError, match="packs that are not there yet"):
+        step_counts(config, 1)
     assert not where(open_view(straight), len(batches), rank=2, ranks=3, say=print).warnings
     code, out = runs.start(folder, "straight", "train.duration=3 epochs", *keys, file="chat.yaml")
     assert code == 2 and "fork from a checkpoint before that step" in out
