@@ -20,7 +20,7 @@ from pipeline.train.planning.suggest import MOST_PLANS
 from pipeline.train.planning.suggest import suggest as suggested
 from pipeline.train.rules.layout_check import world_size
 from slurm.site.site_profile import shipped, site_of
-from slurm.submit.course import job_seconds
+from slurm.submit.course import in_steps, job_seconds
 from slurm.submit.job_plan import resources_of
 
 _DEVICE = "h100"
@@ -55,6 +55,7 @@ def estimate(
     Raises:
         UserError: the device is not known, or the layout is refused and no other is asked for.
     """
+    config = in_steps(config)
     name, of_profile = _default_device(config) if device is None else (device, False)
     chosen = device_of(config, name)
     processes = processes_of(config, chosen, nodes, environment)

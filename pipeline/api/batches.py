@@ -83,7 +83,9 @@ def read_batch(view: RunView, loader: Loader, step: int) -> RunBatch:
             step + 1, ids, ids, weight, weight, ids, ids, ids, ids[:, 0], [], [], True, 0, 0.0, encoder=0, **hashes
         )
     (batch,) = data.micro_batches
-    assert batch.samples is not None and batch.real in (None, len(batch.samples)), "a step without padding"
+    if batch.real is not None and batch.real < len(batch.tokens):  # the last step of whole epochs
+        batch = batch.first(batch.real)
+    assert batch.samples is not None
     bounds = batch.bounds
     columns = torch.arange(bounds.shape[1])
     return RunBatch(

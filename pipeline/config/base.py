@@ -355,13 +355,13 @@ MAX_BYTES = 2**40
 MAX_SAMPLES = 2**26
 """Windows of a step or of a validation, each of which has an entry in lists of the sampler."""
 
-_DURATION = re.compile(r"^(.+?)\s*(steps?|tokens?)$")
+_DURATION = re.compile(r"^(.+?)\s*(steps?|tokens?|epochs?)$")
 
 
 def parse_steps(value: Any) -> Any:
     """`1000`, `1K`, `1000 steps` -> int: a duration in steps, whose unit may be left out."""
     found = _DURATION.match(value.strip()) if isinstance(value, str) else None
-    if found is not None and found[2].startswith("token"):
+    if found is not None and not found[2].startswith("step"):
         raise ValueError("must be a number of steps, like 1000 or '1000 steps'")
     return parse_count(found[1] if found else value)
 
@@ -374,10 +374,10 @@ class Value(Section):
 
 
 class Duration(Value):
-    """A length of training: `2000 steps` or `10B tokens`."""
+    """A length of training: `2000 steps`, `10B tokens` or `3 epochs`."""
 
     count: Count
-    unit: Literal["steps", "tokens"]
+    unit: Literal["steps", "tokens", "epochs"]
 
     @model_validator(mode="before")
     @classmethod
@@ -386,7 +386,7 @@ class Duration(Value):
             return value
         found = _DURATION.match(value.strip()) if isinstance(value, str) else None
         if found is None:
-            raise ValueError("must be a number and a unit, like '2000 steps' or '10B tokens'")
+            raise ValueError("must be a number and a unit, like '2000 steps', '10B tokens' or '3 epochs'")
         return {"count": found[1], "unit": found[2].rstrip("s") + "s"}
 
     @model_validator(mode="after")
@@ -401,7 +401,23 @@ class Duration(Value):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"type": "string", "pattern": r"^.+\s*(steps?|tokens?)$", "examples": ["2000 steps", "10B tokens"]}
+        return {
+            "type": "string",
+            "pattern": r"^.+\s*(steps?|tokens?|epochs?)$",
+            "examples": ["2000 steps", "10B tokens", "3 epochs"],
+        }
+
+
+def _without_epochs(duration: Duration) -> Duration:
+    if duration.unit == "epochs":
+        raise ValueError(
+            "must be in steps or tokens, like '2000 steps' or '10B tokens': only train.duration has epochs"
+        )
+    return duration
+
+
+StepsOrTokens = Annotated[Duration, AfterValidator(_without_epochs)]
+"""A part of a training, `2000 steps` or `10B tokens`."""
 
 
 _DOCUMENTS = re.compile(r"^(.+?)\s*documents?$")

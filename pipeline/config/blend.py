@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, Bytes, DataPath, Duration, Section, Share, Text, Value
+from pipeline.config.base import MAX_SAMPLES, MAX_SEQUENCE, Bytes, DataPath, Section, Share, StepsOrTokens, Text, Value
 from pipeline.config.objective import MixedObjectiveConfig
 
 Packing = Literal["windows", "best_fit"]
@@ -103,7 +103,7 @@ class PhaseConfig(Section):
 
     name: Text = ""
     """For tables and messages."""
-    until: Duration | None = None
+    until: StepsOrTokens | None = None
     """End of the phase, counted from the start of the run, in steps or target tokens, rounded up to a step. All phases
     but the last need it; the last one lasts to the end of the run."""
     weights: Literal["tokens"] | dict[str, float] | None = None

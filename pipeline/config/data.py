@@ -23,7 +23,7 @@ from pipeline.config.base import (
     Text,
 )
 from pipeline.config.blend import LossWeight, Packing, Slice
-from pipeline.config.curation.curate import CurateConfig
+from pipeline.config.curation.curate import CleanConfig, CurateConfig
 from pipeline.config.plugins import NamedPlugin, SourceOptions, find_plugin, is_plugin
 from pipeline.config.remote import RemoteConfig
 
@@ -256,22 +256,27 @@ class InputConfig(Section):
 
     @model_validator(mode="after")
     def _fits_its_type(self) -> InputConfig:
-        ways = [key for key in ("text_key", "text_template", "messages", "chat") if key in self.model_fields_set]
-        ways = [key for key in ways if getattr(self, key) is not None]
+        # A run folder has every key, so that of a default is none.
+        ways = [key for key in ("text_key", "text_template", "messages", "chat") if not self._is_default(key)]
         given = [key for key in ("text_template", "messages", "chat") if getattr(self, key) is not None]
         if given and not self.has_keys:
             raise ValueError(f"{given[0]} needs records with keys; those of type: {self.type} have none")
+        if self.chat is not None and self.dataset is not None:
+            raise ValueError("chat makes a dataset of files, and `dataset` is made already; remove chat")
         lists = "messages" if self.messages is not None else "chat"
         if (self.messages is not None or self.chat is not None) and self.type in ("csv", "tsv"):
             raise ValueError(f"{lists} needs lists of messages, and fields of type: {self.type} are text alone")
         if given and len(ways) > 1:
             raise ValueError(f"give one of {' and '.join(ways)}")
         for key, types in (("csv", ("csv", "tsv")), ("warc", ("warc", "html"))):
-            if getattr(self, key) != type(self).model_fields[key].default and self.type not in types:
+            if not self._is_default(key) and self.type not in types:
                 raise ValueError(f"{key} needs type: {' or '.join(types)}")
         if self.type == "html" and self.warc.html is not None:
             raise ValueError("warc.html is for type: warc; with type: html, trafilatura reads every file")
         return self
+
+    def _is_default(self, key: str) -> bool:
+        return bool(getattr(self, key) == type(self).model_fields[key].default)
 
     @field_validator("name")
     @classmethod
@@ -471,6 +476,20 @@ class DataConfig(Section):
         if weighted and len(weighted) != len(names):
             without = [name for name in names if name not in weighted]
             raise ValueError(f"either all sources must have a weight or none; without a weight: {without}")
+        return self
+
+    @model_validator(mode="after")
+    def _conversations_stay(self) -> DataConfig:
+        edits = self.curate is not None and (
+            self.curate.clean != CleanConfig() or self.curate.duplicates.lines is not None
+        )
+        for number, source in enumerate(self.sources):
+            if edits and source.chat is not None:
+                raise ValueError(
+                    f"sources.{number}.chat: curate edits texts (clean, duplicates.lines), and the trained spans of a "
+                    "conversation would be elsewhere then; remove these edits, or make the source's dataset in a run "
+                    "of its own"
+                )
         return self
 
     @model_validator(mode="after")

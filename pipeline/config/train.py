@@ -7,7 +7,17 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.config.base import MAX_PROCESSES, MAX_SAMPLES, MAX_SEQUENCE, Count, DataPath, Duration, Section, Text
+from pipeline.config.base import (
+    MAX_PROCESSES,
+    MAX_SAMPLES,
+    MAX_SEQUENCE,
+    Count,
+    DataPath,
+    Duration,
+    Section,
+    StepsOrTokens,
+    Text,
+)
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.objective import MixedObjectiveConfig
@@ -84,9 +94,9 @@ class ScheduleConfig(Section):
 
     type: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """`wsd`: constant after the warm-up, then a linear decay over the last `decay`."""
-    warmup: Duration = Duration(count=0, unit="steps")
+    warmup: StepsOrTokens = Duration(count=0, unit="steps")
     """Linear warm-up, in steps or tokens."""
-    decay: Duration | None = None
+    decay: StepsOrTokens | None = None
     """wsd: length of the final decay, in steps or tokens."""
     min_ratio: float = Field(default=0.1, ge=0, le=1)
     """The learning rate at the end, relative to the peak."""
@@ -415,7 +425,8 @@ class TrainConfig(Section):
     """The training stage."""
 
     duration: Duration
-    """Training length, in steps or target tokens. It may be raised later: the order of data does not depend on it."""
+    """Training length, in steps, in target tokens, or, for one source of packs, in `epochs`: each of them has every
+    document once, and the last step is padded. It may be raised later: the order of data does not depend on it."""
     sequence_length: int = Field(default=2048, ge=1, le=MAX_SEQUENCE)
     """Tokens of a window."""
     batch_size: int = Field(default=32, ge=1, le=MAX_SAMPLES)

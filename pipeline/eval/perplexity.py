@@ -46,7 +46,7 @@ class Score:
     """Tokens scored; the end-of-document token that closes each document is one of them."""
     text_bytes: int | None
     """UTF-8 bytes of the original text of the scored tokens. Of a sample they are counted token by token; None where
-    the tokenizer does not let them be counted, or the objective chooses which tokens are scored."""
+    the tokenizer does not let them be counted, or the objective or a mask chooses which tokens are scored."""
     loss: float
     """Nats per token."""
     perplexity: float
@@ -319,8 +319,8 @@ def _exp(nats: float) -> float:
 def _text_of(split: HeldOut, windows: Sequence[int], engine: GenerationEngine) -> tuple[int, int | None]:
     """Documents of the tokens that count in some windows, and the bytes of their original text if known."""
     dataset = split.dataset
-    # What an objective has scored is not the text: it leaves out most tokens, and adds others.
-    is_text = split.objective is None
+    # What an objective or a mask has scored is not the text: it leaves out tokens.
+    is_text = split.objective is None and not split.masked
     if len(windows) == len(split):
         return dataset.documents, dataset.text_bytes if is_text else None
 

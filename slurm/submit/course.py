@@ -16,6 +16,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.format import percent
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
+from pipeline.config.base import Duration
 from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.slurm import SiteConfig
 from pipeline.data.datasets.files import TRAIN
@@ -149,6 +150,8 @@ def read_course(config: Config, spec: DecoderSpec | None) -> Course:
     """
     places = [dataset_place(config, source, TRAIN) for source in config.data.sources]
     assumed = not all(is_finished(config, place) for place in places)
+    if assumed and config.train.duration.unit == "epochs":
+        raise UserError("the steps of an epoch are not known before there are packs")
     if assumed:
         journal, done = planned_journal(config, {source.name: Assumed(_PLENTY) for source in config.data.sources})
     else:
@@ -160,6 +163,24 @@ def read_course(config: Config, spec: DecoderSpec | None) -> Course:
     tokens, done_tokens = journal.tokens(length.steps), journal.tokens(done)
     recorded = losses_bytes(journal.samples(length.steps).start) if config.train.metrics.windows else 0
     return Course(length.steps, tokens, length.reason, done, done_tokens, assumed, flops, recorded)
+
+
+def in_steps(config: Config) -> Config:
+    """The run with its duration in steps, if it is in epochs whose packs are there; else as it is.
+
+    Raises:
+        UserError: it cannot be had from the data.
+    """
+    if config.train.duration.unit != "epochs":
+        return config
+    if not all(is_finished(config, dataset_place(config, source, TRAIN)) for source in config.data.sources):
+        return config
+    return _with_steps(config, read_course(config, None).steps)
+
+
+def _with_steps(config: Config, steps: int) -> Config:
+    train = config.train.model_copy(update={"duration": Duration(count=steps, unit="steps")})
+    return config.model_copy(update={"train": train})
 
 
 def flops_of(config: Config, journal: Journal, spec: DecoderSpec, steps: int) -> float:
@@ -222,7 +243,7 @@ def _duration(
 
     device = replace(calibrated(known), node_devices=job.gpus_per_node)
     try:
-        mfu = mean_mfu(config, device, job.processes)
+        mfu = mean_mfu(_with_steps(config, course.steps), device, job.processes)
     except UserError:
         return None, "unknown: the layout is refused", None
     peak = device.flops[config.train.precision.compute]

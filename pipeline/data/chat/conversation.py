@@ -14,6 +14,7 @@ SPEAKERS = {
     **{"observation": "tool", "tool": "tool", "function_call": "assistant"},
 }
 """Role of each speaker in the format of ShareGPT."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 MOST_MESSAGES = 4096
 """Messages of a conversation: templates may look at all others for each."""
 
@@ -91,7 +92,7 @@ def read_conversation(
         if isinstance(weight, bool) or weight not in (0, 1):
             raise UnusableConversation("message weight is not 0 or 1", f"message {number} has {weight!r:.50}")
         _check(number, message)
-        messages.append(message)
+        messages.append(_with_reasoning(message))
         if message["role"] == "assistant":
             trained.append(weight == 1)
     return Conversation(messages, None if tools_key is None else _tools(values.get(tools_key)), tuple(trained))
@@ -146,6 +147,12 @@ def _check(number: int, message: dict[str, Any]) -> None:
                 raise UnusableConversation("content that is not text", f"message {number}")
     elif type(content) is not str:
         raise UnusableConversation("message without content", f"message {number} of {role}")
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose thoughts have all the names that templates know, as transformers gives them."""
+    thoughts = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    return message if thoughts is None else {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:

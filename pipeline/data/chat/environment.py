@@ -18,6 +18,7 @@ from jinja2 import TemplateError, nodes, pass_eval_context
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls
 from jinja2.meta import find_undeclared_variables
+from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeline.data.chat.results import DATE_FUNCTION, BadTemplate, CannotRender, RenderedChat, Used
@@ -125,7 +126,7 @@ def _marks(tree: nodes.Template) -> bool:
 
 def _plain(value: Any) -> Any:
     """Refuse values whose text has an address in memory, which is another one each time."""
-    if isinstance(value, GeneratorType) or (callable(value) and not isinstance(value, type)):
+    if isinstance(value, GeneratorType | Macro | type(_raise)):
         raise TemplateError(f"a template cannot print a {type(value).__name__}")
     return value
 

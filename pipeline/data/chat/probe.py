@@ -68,7 +68,7 @@ def check_template(
     found: dict[str, RenderedChat] = {}
     for name, conversation in PROBES.items():
         try:
-            rendered = renderer.render({**tokens, "tools": None, "add_generation_prompt": False, **conversation})
+            rendered = _render(renderer, tokens, conversation)
         except CannotRender as error:
             if name != "two turns":  # a template need not know tools
                 continue
@@ -77,6 +77,21 @@ def check_template(
             _check_spans(name, rendered, conversation, special, place)
         found[name] = rendered
     return found
+
+
+def _render(renderer: ChatRenderer, tokens: Mapping[str, str], conversation: Mapping[str, Any]) -> RenderedChat:
+    """A conversation by a template; its contents as lists of parts if the template wants these."""
+    others = {**tokens, "tools": None, "documents": None, "add_generation_prompt": False, **conversation}
+    try:
+        return renderer.render(others)
+    except CannotRender as error:
+        parts = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]} for message in others["messages"]
+        ]
+        try:
+            return renderer.render({**others, "messages": parts})
+        except CannotRender:
+            raise error from None
 
 
 def check_names(variables: Collection[str], tokens: Mapping[str, str], *, has_date: bool, place: str) -> None:
@@ -107,8 +122,8 @@ def _check_spans(
         span = rendered.text[start:end]
         if not span.rstrip().endswith(tuple(special)):
             raise UserError(
-                f"{place}: what the chat template marks as trained ends with {span[-30:]!r} ({name}), which is no "
-                f"special token of the tokenizer, so a model would never learn to stop; move {{% endgeneration %}} "
+                f"{place}: what the chat template marks as trained ends with {span[-30:]!r} ({name}), which is not "
+                f"a special token of the tokenizer, so a model would never learn to stop; move {{% endgeneration %}} "
                 "behind the token that ends the turn, and see that tokenizer.special_tokens has it (its special tokens "
                 f"are {', '.join(sorted(special)[:10]) or 'none'})"
             )

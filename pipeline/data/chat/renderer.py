@@ -46,7 +46,7 @@ class ChatRenderer:
 
     @property
     def used(self) -> Used:
-        """What the template asks for.
+        """Names and marks that the template uses.
 
         Raises:
             BadTemplate: it cannot be compiled.

@@ -1,4 +1,4 @@
-"""What rendering a chat template gives, without the library that does it."""
+"""Results and errors of rendering a chat template, without the library that does it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RenderedChat(NamedTuple):
 
 
 class Used(NamedTuple):
-    """What a template asks for."""
+    """Names and marks that a template uses."""
 
     has_markers: bool
     """It marks what the assistant says with `{% generation %}`."""

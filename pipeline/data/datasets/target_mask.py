@@ -32,7 +32,7 @@ def mask_file(prefix: Path) -> Path:
 
 
 def mask_bytes(documents: Any, tokens: Any) -> Any:
-    """Size of the file of a part with so many documents and tokens; numbers or arrays."""
+    """Size of the file of a part by its numbers of documents and tokens, or arrays of them."""
     return documents * COUNT.itemsize + tokens
 
 

@@ -86,6 +86,15 @@ class Batch:
         """Keep the memory on a GPU until a stream has done what it is given up to the end of this object."""
         self._with(lambda tensor: _used_by(tensor, stream), but=_ON_HOST)
 
+    def first(self, count: int) -> Batch:
+        """The first samples alone.
+
+        Args:
+            count: How many.
+        """
+        starts = self.starts[self.starts < count * self.tokens.shape[1]]
+        return replace(self._with(lambda tensor: tensor[:count], but=("starts",)), starts=starts, real=None)
+
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: Sequence[str] = ()) -> Batch:
         """With all tensors changed, but for those of some fields."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in but}

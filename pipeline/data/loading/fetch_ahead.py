@@ -67,7 +67,8 @@ class StepPieces:
 
     def _of_packs(self, step: int, number: int) -> Iterator[tuple[str, Pieces]]:
         located = self._packs.step(step)
-        rows = np.concatenate(rank_rows(self._rank_samples[number], located.costs() if self._balanced else None))
+        samples = self._rank_samples[number].first(len(located.samples))
+        rows = np.concatenate(rank_rows(samples, located.costs() if self._balanced else None))
         which, place = located.chunks_of(rows)
         for name, mine in self._by_source(located.sources[rows][place]):
             chunks, packs = PackChunks(*(each[which[mine]] for each in located.chunks)), self._instances[number][name]

@@ -14,6 +14,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.loading.arranged_rows import padded, stack
 from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.objectives.base import Objective
+from pipeline.data.loading.pack_masks import mask_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class HeldOut:
 
     The input before the first target of a text is the end-of-document token.
 
+    Of a dataset with a mask each document is a text, since a conversation is predicted from all that precedes it in it,
+    and only targets that the mask names count.
+
     With an objective, each window is what the objective makes of L tokens, keyed by the window's number: the same at
     every evaluation. A shorter last window is padded with a document without weight, on both sides of an
     encoder-decoder; there it may lose a few tokens, or be left out, where it is too short for the objective.
@@ -44,7 +48,7 @@ class HeldOut:
         sequence_length: L, targets of a window.
         stride: From 1 to L; by default L, windows that do not overlap.
         documents: Whether each document is a text.
-        objective: That windows are arranged by; None: text is scored as it is.
+        objective: That windows are arranged by; None: text is scored as it is. Not for a dataset with a mask.
     """
 
     def __init__(
@@ -57,6 +61,9 @@ class HeldOut:
         objective: Objective | None = None,
     ) -> None:
         assert objective is None or (stride in (None, sequence_length) and not documents)
+        self.masked = dataset.manifest.has_mask
+        assert objective is None or not self.masked
+        documents = documents or self.masked
         self.dataset = dataset
         self.objective = objective
         self._length = sequence_length
@@ -126,7 +133,9 @@ class HeldOut:
             if skip:
                 tokens[row, 0] = self._end_of_document
             tokens[row, skip : end - start] = self.dataset.read(start + skip, end - start - skip)
-            weight[row, counts - first : end - first] = 1
+            weight[row, counts - first : end - first] = (
+                mask_of(self.dataset, counts, end - counts) if self.masked else 1
+            )
             begins = self.dataset.document_starts(start + skip, end - start - skip) - start
             starts.append(row * length + np.union1d(0, begins[begins < length]))
         return Batch(

@@ -31,6 +31,7 @@ from pipeline.data.loading.objectives.base import (
     sample_key,
 )
 from pipeline.data.loading.objectives.causal import Causal
+from pipeline.data.loading.pack_masks import MaskArray, PackMasks
 from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.balance import rank_rows
 from pipeline.data.order.journal import Journal
@@ -137,6 +138,7 @@ class PackReader:
     ) -> None:
         self._journal = journal
         self._lookup = PackLookup(journal, sampler, instances)
+        self._masks = PackMasks(journal, instances)
         self._instances = instances
         self._objectives = objectives
         self._shapes = shapes
@@ -153,7 +155,8 @@ class PackReader:
     def rows(self, step: int) -> list[IntArray]:
         """Numbers in the step of the samples of each of the rank's micro-batches, ascending."""
         costs = self._lookup.step(step).costs() if self._balanced else None
-        return rank_rows(self._rank_samples[self._journal.segment_number(step)], costs)
+        mine = self._rank_samples[self._journal.segment_number(step)]
+        return rank_rows(mine.first(len(self._journal.samples(step))), costs)
 
     def read(self, step: int) -> StepData:
         """The data of a step of packs."""
@@ -241,7 +244,18 @@ class PackReader:
         if here.masked is not None:
             for row in np.unique(located.chunks.row[here.masked]).tolist():
                 counts[row] = np.count_nonzero(self._without(here, row, self._arranged_row(here, row).weight))
+        if self._masks.has(here.number):
+            trained, mine = self._trained(here)
+            rows = np.unique(located.chunks.row[mine])
+            counts[rows] = np.bincount(located.chunks.row, trained, len(counts))[rows]
         return counts
+
+    def _trained(self, here: _Step) -> tuple[IntArray, BoolArray]:
+        """[C] targets of chunks that are trained on, none of those that skips have; and whether masks say so."""
+        trained = self._masks.trained(here.number, here.located)
+        if here.masked is not None:
+            trained[here.masked] = 0
+        return trained, self._masks.chunks(here.number, here.located)
 
     def _key(self, index: int) -> int:
         return sample_key(self._journal.seed, index)
@@ -251,8 +265,13 @@ class PackReader:
 
     def _total(self, here: _Step) -> float:
         """Sum of the loss weights of the targets of the global batch that count."""
-        total = 0.0
-        for row in range(len(here.located.samples)):
+        total, rows = 0.0, np.arange(len(here.located.samples))
+        if self._masks.has(here.number):
+            assert here.weights is not None
+            trained, mine = self._trained(here)
+            total = float(trained[mine] @ here.weights[mine].astype(np.float64))
+            rows = np.setdiff1d(rows, here.located.chunks.row[mine])
+        for row in rows.tolist():
             counts = self._without(here, row, self._arranged_row(here, row).weight)
             total += float((counts * self._row_weights(here, row, len(counts))).sum(dtype=np.float64))
         return total
@@ -268,11 +287,11 @@ class PackReader:
 
     def _ahead_totals(self, here: _Step, weights: npt.NDArray[np.float32] | None) -> tuple[float, ...]:
         """By depth, targets of the global batch that count, or their loss weights: of a chunk of n tokens n - d."""
-        counts = here.located.chunks.tokens
-        of_chunks = np.ones(len(counts)) if weights is None else weights.astype(np.float64)
+        counts = self._masks.trained_ahead(here.number, here.located, self._ahead)
+        of_chunks = np.ones(counts.shape[1]) if weights is None else weights.astype(np.float64)
         if here.masked is not None:
-            counts, of_chunks = counts[~here.masked], of_chunks[~here.masked]
-        return tuple(float(np.maximum(counts - depth, 0) @ of_chunks) for depth in range(1, self._ahead + 1))
+            counts, of_chunks = counts[:, ~here.masked], of_chunks[~here.masked]
+        return tuple(float(each @ of_chunks) for each in counts)
 
     def _tokens(self, here: _Step, rows: IntArray) -> _Tokens:
         """Token ids of packs of the step."""
@@ -359,6 +378,7 @@ class PackReader:
         index = located.samples.start + rows
         hashed = np.concatenate([index[:, None], inputs, tokens.flat], axis=1)
         data_hash = sum(map(xxhash.xxh3_64_intdigest, hashed))
+        mask = self._masks.rows(here.number, located, rows, length) if self._masks.has(here.number) else None
         fields: dict[str, Any]
         if any(objective.arranges for objective in self._objectives[here.number].values()):
             arranged = []
@@ -367,20 +387,30 @@ class PackReader:
                 leads = tokens.leads[splits[place] : splits[place + 1]]
                 pack = self._row(here, row, tokens.flat[place], leads)
                 one = self._objective(here, row).arrange_pack(pack, self._key(located.samples[row]))
-                arranged.append(one._replace(weight=self._without(here, row, one.weight)))
+                weight = self._without(here, row, one.weight)
+                if mask is not None and isinstance(self._objective(here, row), Causal):
+                    weight = weight * mask[place]
+                    later = self._masks.begins(here.number, located, tokens.which)
+                    later = offsets[later[tokens.place[later] == place]] + 1
+                    one = one._replace(begins=np.union1d(one.begins, later))
+                arranged.append(one._replace(weight=weight))
             fields = stack(arranged, size, self._shapes[here.number])
         else:
-            weight = np.zeros((size, length), np.float32)
+            weights = np.zeros((size, length), np.float32)
             for place, row in enumerate(rows.tolist()):
                 objective = self._objective(here, row)
                 assert isinstance(objective, Causal), "others arrange"
-                weight[place] = self._without(here, row, objective.pack_weight(self._row(here, row, None, None)))
+                weights[place] = self._without(here, row, objective.pack_weight(self._row(here, row, None, None)))
+            if mask is not None:
+                weights[:count] *= mask
             short = np.flatnonzero(targets < length)
             begins = [tokens.place * length + offsets, short * length + targets[short], np.arange(count, size) * length]
+            later = self._masks.begins(here.number, located, tokens.which)
+            begins.append(tokens.place[later] * length + offsets[later] + 1)
             fields = {
                 "tokens": torch.from_numpy(_filled(inputs, size)),
                 "targets": torch.from_numpy(_filled(tokens.flat, size)),
-                "weight": torch.from_numpy(weight),
+                "weight": torch.from_numpy(weights),
                 "starts": torch.from_numpy(np.sort(np.concatenate(begins)).astype(np.int32)),
             }
         batch = Batch(
@@ -388,7 +418,7 @@ class PackReader:
             extras={},
             samples=torch.from_numpy(_filled(index, size, -1)),
             real=count,
-            **self._ahead_fields(here, rows, tokens, size),
+            **self._ahead_fields(here, rows, tokens, size, mask),
             **fields,
         )
         if here.weights is not None:
@@ -400,7 +430,9 @@ class PackReader:
             batch = weighed(batch, positions, ahead)
         return batch, data_hash
 
-    def _ahead_fields(self, here: _Step, rows: IntArray, tokens: _Tokens, size: int) -> dict[str, Any]:
+    def _ahead_fields(
+        self, here: _Step, rows: IntArray, tokens: _Tokens, size: int, mask: MaskArray | None
+    ) -> dict[str, Any]:
         """Targets of multi-token prediction and their weights, [size, depths, L] each: those within a chunk count."""
         if not self._ahead:
             return {}
@@ -415,9 +447,12 @@ class PackReader:
         kept = np.ones(len(sizes), bool) if here.masked is None else ~here.masked[tokens.which]
         for first, chunk in zip(firsts[kept].tolist(), sizes[kept].tolist(), strict=True):
             left[first : first + chunk] = np.arange(chunk, 0, -1)
+        left[firsts[self._masks.chunks(here.number, here.located)[tokens.which]]] = 0
         for depth in range(1, self._ahead + 1):
             targets[:count, depth - 1, : max(length - depth, 0)] = tokens.flat[:, depth:]
             weight[:count, depth - 1] = left.reshape(count, length) > depth
+            if mask is not None:
+                weight[:count, depth - 1, : max(length - depth, 0)] *= mask[:, depth:]
         return {"ahead_targets": torch.from_numpy(targets), "ahead_weight": torch.from_numpy(weight)}
 
 

@@ -21,11 +21,11 @@ def rank_rows(mine: RankSamples, costs: IntArray | None) -> list[IntArray]:
 
     Args:
         mine: Of the rank; its sizes stay.
-        costs: [batch size] of each sample, whole numbers; None to leave the samples in their order.
+        costs: [count] of each sample, whole numbers; None to leave the samples in their order.
     """
     if costs is None:
         return [np.arange(rows.start, rows.stop) for rows in mine.micro_batches]
-    samples = _spread(np.arange(mine.batch_size), costs, _sizes(mine))[mine.rank]
+    samples = _spread(np.arange(mine.count), costs, _sizes(mine))[mine.rank]
     micro_batches = _spread(samples, costs, [len(rows) for rows in mine.micro_batches])
     # Ranks compute their micro-batches side by side: the dearest of each at the same time.
     micro_batches.sort(key=lambda rows: (-len(rows), -int(costs[rows].sum())))
@@ -35,7 +35,7 @@ def rank_rows(mine: RankSamples, costs: IntArray | None) -> list[IntArray]:
 def _sizes(mine: RankSamples) -> list[int]:
     """Samples of each rank in a step."""
     pieces = np.arange(len(mine.micro_batches) * mine.ranks).reshape(-1, mine.ranks)
-    sizes = np.clip(mine.batch_size - pieces * mine.micro_batch_size, 0, mine.micro_batch_size)
+    sizes = np.clip(mine.count - pieces * mine.micro_batch_size, 0, mine.micro_batch_size)
     return [int(size) for size in sizes.sum(axis=0)]
 
 

@@ -38,6 +38,8 @@ class Journal(Record):
     """Steps, samples and documents that are not trained on. A skip moves no sample."""
     fork_step: int = Field(default=0, ge=0)
     """Steps taken over from the run that this one was forked from: the run file plans those after them."""
+    end_sample: int | None = Field(default=None, ge=1)
+    """Samples of a run of whole epochs: places of its last step beyond them are padding. None: the run has no end."""
 
     @model_validator(mode="after")
     def _contiguous(self) -> Journal:
@@ -57,6 +59,8 @@ class Journal(Record):
         # What most runs do not have is not there, as in those that were written before there was such a thing.
         if not self.fork_step:
             del value["fork_step"]
+        if self.end_sample is None:
+            del value["end_sample"]
         for skip in value["skips"]:
             if not skip["fault"]:
                 del skip["fault"]
@@ -67,6 +71,8 @@ class Journal(Record):
                 del source["loss_weight"]
             if not source["document_weights"]:
                 del source["document_weights"]
+            if not source["target_mask"]:
+                del source["target_mask"]
         return value
 
     @classmethod
@@ -117,10 +123,23 @@ class Journal(Record):
         return bisect_right(self._first_steps, step) - 1
 
     def samples(self, step: int) -> range:
-        """Global indices of the samples of `step`."""
+        """Global indices of the samples of `step`; fewer than the batch size where the run ends in it."""
         segment = self.segments[self.segment_number(step)]
         first = segment.first_sample + (step - segment.first_step) * segment.batch_size
-        return range(first, first + segment.batch_size)
+        return range(self._within(first), self._within(first + segment.batch_size))
+
+    def is_padded(self, steps: int) -> bool:
+        """True if the last of the first `steps` steps has fewer samples than the batch size."""
+        return steps > 0 and len(self.samples(steps - 1)) < self.segments[self.segment_number(steps - 1)].batch_size
+
+    def _within(self, sample: int) -> int:
+        """The sample, or the end of the run before it."""
+        return sample if self.end_sample is None else min(sample, self.end_sample)
+
+    @property
+    def end_step(self) -> int | None:
+        """Steps of a run of whole epochs; None: the run has no end."""
+        return None if self.end_sample is None else self.step_of(self.end_sample - 1) + 1
 
     def tokens(self, step: int) -> int:
         """Slots drawn by all steps before `step`, L per sample; masked and skipped ones included.
@@ -129,8 +148,8 @@ class Journal(Record):
         """
         number = self.segment_number(step)
         segment = self.segments[number]
-        samples = (step - segment.first_step) * segment.batch_size
-        return self._first_tokens[number] + samples * segment.sequence_length
+        samples = self._within(segment.first_sample + (step - segment.first_step) * segment.batch_size)
+        return self._first_tokens[number] + (samples - segment.first_sample) * segment.sequence_length
 
     def step_of(self, sample: int) -> int:
         """The step that a global sample index belongs to."""
@@ -150,10 +169,15 @@ class Journal(Record):
     def drawn(self, step: int) -> list[tuple[Segment, int]]:
         """The segments that begin before `step`, each with its number of samples before `step`."""
         return [
-            (segment, (min(end, step) - segment.first_step) * segment.batch_size)
+            (segment, self.samples_of(segment, min(end, step)))
             for segment, end in zip(self.segments, [*self._first_steps[1:], step], strict=True)
             if segment.first_step < step
         ]
+
+    def samples_of(self, segment: Segment, step: int) -> int:
+        """Samples of a segment before `step`, which is not behind its end."""
+        samples = self._within(segment.first_sample + (step - segment.first_step) * segment.batch_size)
+        return samples - segment.first_sample
 
     # Skips
 
@@ -267,6 +291,7 @@ class Journal(Record):
             segments=self.segments,
             skips=skips,
             fork_step=fork_step,
+            end_sample=self.end_sample,
         )
 
     def going_on(self, saved: Journal, step: int) -> Journal:

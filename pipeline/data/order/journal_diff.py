@@ -76,6 +76,9 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
         if a.document_weights != b.document_weights:
             words = {True: "used", False: "not used"}
             found.append(f"weight_key of {name!r} {words[a.document_weights]} -> {words[b.document_weights]}")
+        if a.target_mask != b.target_mask:
+            words = {True: "trained parts alone", False: "all tokens"}
+            found.append(f"targets of {name!r}: {words[a.target_mask]} -> {words[b.target_mask]}")
         if a.documents != b.documents:
             found.append(f"documents of {name!r} {_slice(a.documents)} -> {_slice(b.documents)}")
         elif a.tokens != b.tokens:
@@ -102,6 +105,12 @@ def _differences(old: DecidedSteps, new: DecidedSteps, step: int) -> tuple[list[
             if old.skips.get(what) != new.skips.get(what)
         ]
         return skipped, f"In blend.skip, remove from_step, or set it to {step + 1} or later."
+    samples = [sum(stretch.drawn.values()) for stretch in (one, two)]
+    if samples[0] != samples[1]:
+        return [f"samples of the run until then: {samples[0]:,} -> {samples[1]:,}"], (
+            "The last step of whole epochs is filled up with padding. Set train.duration as it was; to train for more "
+            "epochs, fork from a checkpoint before that step (pipeline fork)."
+        )
     advice = "Continue with the run file and the version of the code that the run had before."
     return ["the positions in its sources"], advice
 

@@ -39,15 +39,17 @@ class RankSamples:
         micro_batch_size: Samples of a micro-batch on one rank.
         rank: In [0, ranks).
         ranks: That share each step.
+        count: Samples of a step that ends the run, whose other places are padding; by default `batch_size`.
     """
 
-    def __init__(self, batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+    def __init__(self, batch_size: int, micro_batch_size: int, rank: int, ranks: int, count: int | None = None) -> None:
         self.batch_size = batch_size
+        self.count = count = batch_size if count is None else count
         self.micro_batch_size = micro_batch_size
         self.rank, self.ranks = rank, ranks
         padded = -(-batch_size // (micro_batch_size * ranks)) * micro_batch_size * ranks
         firsts = range(rank * micro_batch_size, padded, micro_batch_size * ranks)
-        self.micro_batches = [range(min(i, batch_size), min(i + micro_batch_size, batch_size)) for i in firsts]
+        self.micro_batches = [range(min(i, count), min(i + micro_batch_size, count)) for i in firsts]
         """Numbers in the step of the samples of each micro-batch; what is missing is padding."""
         firsts_in_samples = accumulate((len(one) for one in self.micro_batches), initial=0)
         self.rows = [
@@ -56,6 +58,12 @@ class RankSamples:
         """Places of these in `samples`."""
         self.samples = np.array([sample for samples in self.micro_batches for sample in samples], np.int64)
         """All of them, ascending."""
+
+    def first(self, count: int) -> RankSamples:
+        """Those of a step that has only its first `count` samples, in as many micro-batches."""
+        if count == self.count:
+            return self
+        return RankSamples(self.batch_size, self.micro_batch_size, self.rank, self.ranks, count)
 
 
 class Located(NamedTuple):

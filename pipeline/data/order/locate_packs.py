@@ -81,6 +81,8 @@ class PackLookup:
             if step >= self._end.step:
                 first = step
             steps = max(1, min(steps, self._end.step - first))
+        if (end_step := self._journal.end_step) is not None:
+            steps = max(1, min(steps, end_step - first))
         return self._group(number, first, first + steps)[step - first]
 
     def targets(self, step: int) -> IntArray:
@@ -111,7 +113,7 @@ class PackLookup:
         hashes = self._sampler.order_hashes(first, end)
         result = []
         for k, order_hash in enumerate(hashes):
-            rows = slice(k * size, (k + 1) * size)
+            rows = slice(k * size, min((k + 1) * size, len(source)))
             low, high = splits[rows.start], splits[rows.stop]
             mine = PackChunks(*(each[low:high] for each in chunks))
             result.append(

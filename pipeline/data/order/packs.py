@@ -62,7 +62,7 @@ class PackInstances:
 
     def __init__(self, dataset: TokenSource, state: SourceState, length: int, seed: int, source: str) -> None:
         assert state.packs is not None, source
-        self.count, self.tokens = state.packs, state.tokens
+        self.count, self.tokens, self.masked = state.packs, state.tokens, state.target_mask
         self.dtype, self.folder = dataset.dtype, dataset.folder
         self.part_view = dataset.part_view
         self._dataset, self._length, self._documents = dataset, length, state.documents
@@ -101,6 +101,24 @@ class PackInstances:
         for row, part, start in zip(pieces.row.tolist(), pieces.part.tolist(), pieces.start.tolist(), strict=True):
             self._dataset.fill_weights(part, start, found[row : row + 1])
         return found
+
+    def trained(self, chunks: PackChunks) -> IntArray:
+        """Targets of chunks that are trained on, where chunks are whole documents; known without reading masks."""
+        return self._dataset.trained_targets(chunks.document)
+
+    def fill_mask(self, chunks: PackChunks, firsts: IntArray, flat: npt.NDArray[np.uint8]) -> None:
+        """Copy which tokens of chunks are trained on as targets, 1 or 0 each.
+
+        Args:
+            chunks: From `chunks`.
+            firsts: Place in `flat` of the first token of each.
+            flat: Where they are written.
+        """
+        pieces = self.pieces(chunks)
+        columns = firsts[pieces.row] + pieces.column
+        places = (pieces.part, pieces.start, pieces.length, columns)
+        for part, start, length, first in zip(*(each.tolist() for each in places), strict=True):
+            self._dataset.fill_mask(part, start, flat[first : first + length])
 
     def pieces(self, chunks: PackChunks, before: int = 0) -> Pieces:
         """The tokens of chunks, cut where parts of the dataset end; `Pieces.row` is an index into the chunks.

@@ -32,12 +32,18 @@ def plan_journal(config: Config, datasets: Mapping[str, Sized], saved: Journal |
 
     Raises:
         UserError: A phase ends before it begins, a slice is empty, too short for a window or beyond the documents, or
-            a source's share is too small; the message names the phase.
+            a source's share is too small; the message names the phase. Or the duration is in epochs, and the run has
+            something else than the packs of one source.
     """
     planner = _Planner(config, datasets)
     fork_step = saved.fork_step if saved is not None else 0
     if saved is not None and fork_step:
         _check_past(saved, fork_step, datasets)
+        if saved.is_padded(fork_step):
+            raise UserError(
+                f"step {fork_step:,} ends the epochs of the parent and is filled up with padding, so no step can "
+                "follow it: fork from an earlier checkpoint"
+            )
         planner.take_over(saved, fork_step)
     past = len(planner.segments)
     for number, phase in enumerate(_phases(config)):
@@ -56,7 +62,31 @@ def plan_journal(config: Config, datasets: Mapping[str, Sized], saved: Journal |
         segments=segments,
         skips=_skips(config, datasets),
         fork_step=fork_step,
+        end_sample=_end_sample(config.train.duration, segments),
     )
+
+
+def _end_sample(duration: Duration, segments: list[Segment]) -> int | None:
+    """Samples of a run whose duration is in epochs; None for others.
+
+    Raises:
+        UserError: Its epochs are not those of the packs of one source.
+    """
+    if duration.unit != "epochs":
+        return None
+    key = f"train.duration: {duration.count:,} epochs"
+    windows = any(not segment.packed for segment in segments)
+    texts = {(name, state.text) for segment in segments for name, state in segment.sources.items()}
+    if windows or len(texts) > 1:
+        names = ", ".join(sorted({name for name, _ in texts}))
+        found = "reads windows" if windows else f"has several sources, slices or sequence lengths ({names})"
+        raise UserError(
+            f"{key} needs one source of packs for the whole run (data.loader.packing: best_fit), and this run {found}: "
+            "give train.duration in steps or tokens, with max_epochs and on_exhausted: stop for the epochs of a source"
+        )
+    ((_, (_, _, packs)),) = texts
+    assert packs is not None
+    return max(1, duration.count) * packs
 
 
 def phase_at(config: Config, journal: Journal, step: int) -> int:
@@ -172,7 +202,14 @@ def _goes_on(one: Segment, two: Segment) -> bool:
 
 
 def _kept(source: SourceState) -> tuple[object, ...]:
-    return source.text, source.weight, source.stops, source.loss_weight, source.document_weights
+    return (
+        source.text,
+        source.weight,
+        source.stops,
+        source.loss_weight,
+        source.document_weights,
+        source.target_mask,
+    )
 
 
 @dataclass
@@ -336,6 +373,7 @@ class _Planner:
                 stops=source.on_exhausted == "stop",
                 loss_weight=loss_weights.get(name, source.loss_weight),
                 document_weights=source.weight_key is not None,
+                target_mask=has_mask(self._datasets[name]),
             )
             sources[name] = state.model_copy(update={"cap": self._cap(source, state, length)})
         return Segment(
@@ -372,6 +410,12 @@ class _Planner:
         self._sample += samples
         self._tokens += samples * segment.sequence_length
         return True
+
+
+def has_mask(dataset: Sized) -> bool:
+    """True if a dataset says of each token whether it is trained on as a target; False for one that is assumed."""
+    manifest = getattr(dataset, "manifest", None)
+    return manifest is not None and bool(manifest.has_mask)
 
 
 def _packs(dataset: Sized, length: int, documents: Interval | None) -> int:

@@ -39,14 +39,23 @@ def run_length(config: Config, sampler: Sampler) -> RunLength:
     """Steps of the whole run: `train.duration`, or fewer where a source with `on_exhausted: stop` ends it.
 
     Raises:
-        UserError: All sources are exhausted before the end of `train.duration`.
+        UserError: All sources are exhausted before the end of `train.duration`; or it is in epochs, and was not when
+            the run was planned.
     """
     duration = config.train.duration
     journal = sampler.journal
-    steps = duration.count if duration.unit == "steps" else journal.step_at(duration.count)
+    reason = f"train.duration: {duration.count:,} {duration.unit}"
+    if duration.unit == "epochs":
+        if journal.end_step is None:
+            raise UserError(f"{reason}: the run was planned with another duration; its next start plans it anew")
+        steps = journal.end_step
+        if journal.is_padded(steps):
+            reason += f"; the last step has {len(journal.samples(steps - 1)):,} packs"
+    else:
+        steps = duration.count if duration.unit == "steps" else journal.step_at(duration.count)
     end = sampler.end()
     if end is None or end.step >= steps:
-        return RunLength(steps, f"train.duration: {duration.count:,} {duration.unit}")
+        return RunLength(steps, reason)
     if end.kind == "stop":
         return RunLength(end.step, end.reason)
     raise UserError(
@@ -304,7 +313,7 @@ def _is_read(journal: Journal, skip: Skip, last_step: int) -> bool:
     """True if a segment that ends after an entry begins to hold reads any of its documents."""
     for segment, samples in journal.drawn(last_step):
         state = segment.sources.get(skip.source or "")
-        if state is not None and segment.first_step + samples // segment.batch_size > skip.first_step:
+        if state is not None and segment.first_step + -(-samples // segment.batch_size) > skip.first_step:
             first, end = state.documents or (0, None)
             if not skip.documents or any(a < (b if end is None else end) and first < b for a, b in skip.documents):
                 return True

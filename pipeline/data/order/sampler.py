@@ -108,9 +108,10 @@ class Sampler:
     def order_hashes(self, first: int, end: int) -> list[int]:
         """`order_hash` of steps [first, end) of one segment."""
         hashes: list[int] = []
-        numbers = self.journal.segments[self.journal.segment_number(first)].batch_size * _RECORD
+        size = self.journal.segments[self.journal.segment_number(first)].batch_size
         for block, rows in self._blocks(first, end):
-            hashes += [xxhash.xxh3_64_intdigest(step.data) for step in block.records[rows].reshape(-1, numbers)]
+            records = block.records[rows]
+            hashes += [xxhash.xxh3_64_intdigest(records[i : i + size].data) for i in range(0, len(records), size)]
         return hashes
 
     def slots(self, step: int) -> dict[str, int]:
@@ -120,7 +121,7 @@ class Sampler:
         number = self.journal.segment_number(step - 1)
         segment, order = self.journal.segments[number], self._orders[number]
         total = dict(self._slots_before[number])
-        samples = (step - segment.first_step) * segment.batch_size
+        samples = self.journal.samples_of(segment, step)
         self._check(number, step - 1, samples)
         for name, count in zip(order.names, order.counts(samples), strict=True):
             total[name] += count * segment.sequence_length
@@ -137,7 +138,7 @@ class Sampler:
 
         Returns:
             [n]: global sample indices; -1 for instances that are not drawn in that segment. The last segment of a
-            journal has no end; `end` says whether the run has.
+            journal has no end but that of whole epochs; `end` says whether the run has another.
         """
         result = np.full(len(positions), -1, np.int64)
         state = self.journal.segments[segment].sources.get(source)
@@ -173,9 +174,9 @@ class Sampler:
         return None
 
     def _length(self, number: int) -> int | None:
-        """Samples of a segment; None for the last one."""
-        following = self._first_samples[number + 1 : number + 2]
-        return following[0] - self._first_samples[number] if following else None
+        """Samples of a segment; None for the last one of a run without an end."""
+        ends = [*self._first_samples[number + 1 : number + 2], self.journal.end_sample]
+        return None if ends[0] is None else ends[0] - self._first_samples[number]
 
     def _blocks(self, step: int, end: int) -> Iterator[tuple[_Block, slice]]:
         """The blocks that steps [step, end) of one segment are in, and their rows."""

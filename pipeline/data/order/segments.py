@@ -62,6 +62,8 @@ class SourceState(Record):
     """Weight of its targets in the training loss."""
     document_weights: bool = False
     """True if the weights of its documents, which the dataset has, are factors besides."""
+    target_mask: bool = False
+    """True if the dataset says of each token whether it is trained on as a target."""
 
     @property
     def text(self) -> tuple[int, Interval | None, int | None]:

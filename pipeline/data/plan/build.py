@@ -26,6 +26,7 @@ from pipeline.data.datasets.open import dataset_place, is_finished, open_dataset
 from pipeline.data.datasets.remote.dataset import RemoteDataset
 from pipeline.data.datasets.remote.opening import opening_requests
 from pipeline.data.datasets.validate import check_datasets, check_tokenizers
+from pipeline.data.loading.masked_sources import check_masked_datasets
 from pipeline.data.loading.objectives.choice import check_objectives, uses
 from pipeline.data.loading.stream_shape import padding_share, stream_shape
 from pipeline.data.order.blend import UNIT
@@ -50,7 +51,7 @@ from pipeline.data.order.run_length import (
     warnings,
 )
 from pipeline.data.order.sampler import Sampler
-from pipeline.data.order.segments import Sized
+from pipeline.data.order.segments import Segment, Sized
 from pipeline.data.plan.rows import DataPlan, ObjectiveRow, PreviewRow, RemoteRow, SegmentRow, SliceRow
 from pipeline.data.preprocess.run_tokenizer import check_tokenizer_settings
 from pipeline.data.preprocess.source_settings import check_heldout_settings, check_settings, unused_weights
@@ -106,13 +107,14 @@ def make_data_plan(
         UserError: The run would be refused.
     """
     sized = open_sized(config, parse_assumed(config, assume))
+    check_masked_datasets(config, {name: each for name, each in sized.items() if isinstance(each, Dataset)})
     journal, done = planned_journal(config, sized)
     sampler = Sampler(journal)
     length = run_length(config, sampler)
     if length.steps == 0:
         raise UserError(f"the run has no step ({length.reason}); give it at least one")
     more = check(journal, length.steps)
-    segments = _segment_rows(config, journal, length.steps, ranks)
+    segments = _segment_rows(config, journal, length.steps, ranks, sized)
     hashed = min(hashed_steps, length.steps)
     return DataPlan(
         run=config.run.dir,
@@ -232,7 +234,9 @@ def order_hash(sampler: Sampler, steps: int) -> int:
     return digest.intdigest()
 
 
-def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> list[SegmentRow]:
+def _segment_rows(
+    config: Config, journal: Journal, steps: int, ranks: int, sized: Mapping[str, Dataset | Assumed]
+) -> list[SegmentRow]:
     """The segments that begin before the end of the run."""
     rows = []
     for number, (segment, samples) in enumerate(journal.drawn(steps)):
@@ -242,7 +246,7 @@ def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> l
             SegmentRow(
                 phase=label(config, journal, number),
                 first_step=segment.first_step + 1,
-                last_step=segment.first_step + samples // segment.batch_size,
+                last_step=segment.first_step + -(-samples // segment.batch_size),
                 samples=samples,
                 tokens=samples * segment.sequence_length,
                 batch_size=segment.batch_size,
@@ -251,9 +255,24 @@ def _segment_rows(config: Config, journal: Journal, steps: int, ranks: int) -> l
                 micro_batch_size=micro,
                 micro_batches=micro_batches,
                 padding=micro_batches * micro * ranks - segment.batch_size,
+                trained_per_step=_trained_per_step(segment, samples, sized),
             )
         )
     return rows
+
+
+def _trained_per_step(segment: Segment, samples: int, sized: Mapping[str, Dataset | Assumed]) -> float | None:
+    """Targets of a step that are trained on, on average; of a slice, by the share in all of its source."""
+    if not any(state.target_mask for state in segment.sources.values()):
+        return None
+    trained = 0.0
+    for (name, state), count in zip(segment.sources.items(), segment.order().counts(samples), strict=True):
+        share, dataset = 1.0, sized[name]
+        if state.target_mask and isinstance(dataset, Dataset):
+            whole = dataset.whole
+            share = (whole.trained_tokens or 0) / max(1, whole.tokens)
+        trained += count * share * state.tokens / max(1, segment.epoch_samples[name])
+    return trained / -(-samples // segment.batch_size)
 
 
 def _objective_rows(config: Config, journal: Journal, rows: Sequence[SegmentRow]) -> Iterator[ObjectiveRow]:

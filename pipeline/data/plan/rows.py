@@ -58,6 +58,8 @@ class SegmentRow:
     """Micro-batches of a step on one rank."""
     padding: int
     """Masked samples that fill up a step."""
+    trained_per_step: float | None
+    """Targets of a step that are trained on, on average; None where no source has a mask of them, and all are."""
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,9 @@ class DataPlan:
                     json[name]["epochs"] = account.epochs
             if not self.weighs:  # as before there were loss weights
                 del json["loss_weights"], json["document_weights"]
+        if all(row.trained_per_step is None for row in self.segments):
+            for json in value["segments"]:
+                del json["trained_per_step"]
         if not self.remote:
             del value["remote"]
         return value

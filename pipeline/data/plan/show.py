@@ -169,7 +169,8 @@ def _given(row: SliceRow, phase: str) -> str:
 def _segments_table(plan: DataPlan) -> Table:
     ranks = f", on {plan.ranks:,} data-parallel ranks" if plan.ranks > 1 else ""
     columns = ("phase", "steps", "batch", "length", "samples", "tokens", "samples\nper rank", "padding")
-    table = _table(f"segments{ranks}", *columns)
+    trained = ["trained\nper step"] if any(row.trained_per_step is not None for row in plan.segments) else []
+    table = _table(f"segments{ranks}", *columns, *trained)
     first, left_out, last = first_and_last(plan.segments, _SEGMENTS)
     middle = [(left_out,)] if left_out else []
     for cells in (*map(_segment_cells, first), *middle, *map(_segment_cells, last)):
@@ -187,6 +188,7 @@ def _segment_cells(row: SegmentRow) -> tuple[str, ...]:
         _count(row.tokens),
         f"{row.micro_batches:,} x {row.micro_batch_size:,}",
         percent(row.padding / (row.batch_size + row.padding), 1) if row.padding else "-",
+        *([] if row.trained_per_step is None else [_count(round(row.trained_per_step))]),
     )
 
 

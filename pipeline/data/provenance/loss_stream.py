@@ -71,7 +71,7 @@ def loss_blocks(sampler: Sampler, file: LossFile, steps: Range) -> Iterator[Loss
         draws = sampler.steps(step, end)
         first = journal.samples(step).start
         codes = file.read(first, first + len(draws.source))
-        number_of = np.repeat(np.arange(step + 1, end + 1), segment.batch_size)
+        number_of = np.repeat(np.arange(step + 1, end + 1), segment.batch_size)[: len(draws.source)]
         samples = np.arange(first, first + len(codes))
         yield LossBlock(number, number_of, samples, *draws, recorded(codes), losses(codes))
         step = end
@@ -182,7 +182,8 @@ def document_targets(instances: Instances, dataset: Dataset, places: IntArray, s
     """
     if isinstance(instances, PackInstances):
         chunks = instances.chunks(places)
-        return DocumentTargets(chunks.row, chunks.document, chunks.tokens)
+        targets = instances.trained(chunks) if instances.masked else chunks.tokens
+        return DocumentTargets(chunks.row, chunks.document, targets)
     assert isinstance(instances, Windows)
     pieces = instances.pieces(places)
     number, token = dataset.starts_in(pieces)

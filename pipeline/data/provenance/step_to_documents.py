@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +56,8 @@ class DocumentInSample:
         tokens: those of it that are in the sample.
         targets: those that are targets; all but the first token of the sample, which may leave none.
         words: the first of them as text.
-        predicted: which of the targets are predicted, if the objective chooses them, and the first of these as text.
+        predicted: which of the targets are predicted, if the objective or a mask of targets chooses them, and the
+            first of these as text.
         masked: why they have no weight; None if they have.
         loss_weight: weight of the targets in the training loss; None where the segment has no weights.
     """
@@ -234,7 +235,7 @@ def where(
     chosen: list[tuple[int, int | None]] = [(index, None) for index in range(len(samples))]
     only = _chosen_rank(run, number, rank, ranks)
     if only is not None:
-        mine = RankSamples(len(samples), only[2], *only[:2])
+        mine = RankSamples(journal.segments[number].batch_size, only[2], *only[:2]).first(len(samples))
         micro_batches = rank_rows(mine, _costs(run, number, draws) if run.config.model.document_attention else None)
         chosen = [(index, micro_batch) for micro_batch, rows in enumerate(micro_batches) for index in rows.tolist()]
     drawn = []
@@ -253,6 +254,7 @@ def where(
         offset = 1 if shifts is None else 0  # targets of a pack are numbered from 1
         if objectives[name].chooses:
             chosen_tokens = run.arranged(number, name, epoch, position, sample).predicted_tokens
+        is_masked = journal.segments[number].sources[name].target_mask
         for place, span in enumerate(spans):
             tokens = span.start, span.start + span.length
             about = described[name][span.document]
@@ -267,6 +269,8 @@ def where(
                     _loss_weight(run, journal.segments[number], name, span.document),
                 )
             )
+            if is_masked:
+                pieces[-1] = replace(pieces[-1], predicted=_trained(run, name, span))
             offset += span.length
         shown.append(SampleInfo(sample, name, epoch, position, micro_batch, run.masked(step, sample, name), pieces))
     everything = [about for of_source in described.values() for about in of_source.values()]
@@ -317,6 +321,14 @@ def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[
     move = span.start - offset
     inside = [(max(a, offset), min(b, offset + span.length)) for a, b in tokens]
     found = [(a + move, b + move) for a, b in inside if a < b]
+    return Predicted(found, run.words_of(source, span.document, found))
+
+
+def _trained(run: RunView, source: str, span: Span) -> Predicted:
+    """Tokens of a document in a sample that its mask names."""
+    mask = run.datasets[source].mask(span.document)[span.start : span.start + span.length]
+    edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)) + span.start
+    found = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     return Predicted(found, run.words_of(source, span.document, found))
 
 

@@ -58,7 +58,7 @@ class ChatTemplate(RecordTemplate):
 
     @classmethod
     def of(cls, source: InputConfig, tokenizer: TokenizerConfig | None) -> ChatTemplate:
-        """That of a source of the run file.
+        """The template of a source of the run file.
 
         Raises:
             UserError: there is no such template.
@@ -98,7 +98,7 @@ class ChatTemplate(RecordTemplate):
 
     @classmethod
     def of_settings(cls, settings: Mapping[str, Any]) -> ChatTemplate:
-        """That of a plan."""
+        """The template of a plan."""
         made = dict(settings[CHAT])
         tokens, special = tuple(sorted(made.pop("tokens").items())), tuple(made.pop("special"))
         return cls(template=settings[CHAT_TEMPLATE], tokens=tokens, special=special, **made)
@@ -121,7 +121,7 @@ class ChatTemplate(RecordTemplate):
 
     @property
     def config_key(self) -> str:
-        """That of the messages."""
+        """Key of the messages."""
         return "chat.messages_key"
 
     @property

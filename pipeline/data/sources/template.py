@@ -212,7 +212,7 @@ class MessagesTemplate(RecordTemplate):
 
     @property
     def config_key(self) -> str:
-        """That of the list."""
+        """Key of the list."""
         return "messages.key"
 
     def settings(self) -> dict[str, Any]:

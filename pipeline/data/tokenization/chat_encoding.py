@@ -40,7 +40,7 @@ class UnusableChat(Exception):
 
 @dataclass(frozen=True)
 class ChatRules:
-    """What is stored of conversations.
+    """Limits and marks by which conversations are stored.
 
     Attributes:
         masks: only spans are trained on.

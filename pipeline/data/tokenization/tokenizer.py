@@ -325,7 +325,7 @@ class Tokenizer:
 
     @cached_property
     def _parser(self) -> tokenizers.Tokenizer:
-        """The same tokenizer, which finds special tokens in a text."""
+        """A copy of the tokenizer that finds special tokens in a text."""
         engine = load_definition(self.definition.encode(), self._file)
         engine.encode_special_tokens = False
         return engine

@@ -401,7 +401,8 @@ def _length(folder: Path, config: Config | None, reading: Reading) -> tuple[int 
         if found is not None:
             return found
     words = f"train.duration: {duration.count:,} {duration.unit}"
-    return (duration.count, None, words) if duration.unit == "steps" else (None, duration.count, words)
+    steps, tokens = (duration.count if duration.unit == unit else None for unit in ("steps", "tokens"))
+    return steps, tokens, words
 
 
 def _changes(segments: Sequence[Segment]) -> dict[str, list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeline.common.errors import UserError
 from pipeline.common.format import counted, percent
 from pipeline.config import Config
 from pipeline.config.base import Duration
@@ -80,11 +81,21 @@ def step_shapes(config: Config, ranks: int) -> list[StepShape]:
 
 
 def step_counts(config: Config, ranks: int) -> dict[StepShape, int]:
-    """Number of steps of each shape in a run whose data last until `train.duration`."""
+    """Number of steps of each shape in a run whose data last until `train.duration`.
+
+    Raises:
+        UserError: That is in epochs, whose steps follow from the data.
+    """
+    duration = config.train.duration
+    if duration.unit == "epochs":
+        raise UserError(
+            f"train.duration: {duration.count:,} epochs: the number of steps follows from packs that are not there "
+            "yet: make them with `pipeline preprocess`, or give train.duration in steps for this command"
+        )
     counts: dict[StepShape, int] = {}
     steps = tokens = 0
     for shape, taken in _course(config, ranks):
-        left = max(0, _steps_until(config.train.duration, steps, tokens, shape.tokens))
+        left = max(0, _steps_until(duration, steps, tokens, shape.tokens))
         made = left if taken is None else min(taken, left)
         if made:
             counts[shape] = counts.get(shape, 0) + made

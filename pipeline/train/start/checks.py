@@ -12,6 +12,7 @@ from pipeline.common.problems import Problems, StartCheck
 from pipeline.config import Config
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_place, is_finished
+from pipeline.data.loading.masked_sources import refuse_masked
 from pipeline.data.preprocess.checks import known_tokenizer
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -70,6 +71,11 @@ def _checkpoint(scope: TrainScope, found: Problems) -> None:
 
 def _schedule(scope: TrainScope, found: Problems) -> None:
     refuse_short_duration(scope.config.train.schedule, scope.config.train.duration)
+
+
+def _conversations(scope: TrainScope, found: Problems) -> None:
+    sources = scope.config.data.sources
+    refuse_masked(scope.config, {each.name for each in sources if each.chat and each.chat.train_on != "all"})
 
 
 def _kept_checkpoints(scope: TrainScope, found: Problems) -> None:
@@ -151,6 +157,7 @@ TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
     StartCheck("mirror of checkpoints", _mirror),
     StartCheck("checkpoint to resume from", _checkpoint),
     StartCheck("schedule", _schedule),
+    StartCheck("conversations", _conversations),
     StartCheck("checkpoints to evaluate", _kept_checkpoints),
     StartCheck("weights to start from", _weights, _tokenizer_comes),
     StartCheck("datasets and their order", _data, _data_comes),

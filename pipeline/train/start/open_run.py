@@ -22,6 +22,7 @@ from pipeline.config import Config
 from pipeline.data.datasets.open import open_datasets, open_set
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.loading.heldout import HeldOut, HeldOutTexts
+from pipeline.data.loading.masked_sources import refuse_arranged
 from pipeline.data.loading.objectives.choice import heldout_objectives, set_objectives
 from pipeline.data.preprocess.source_settings import check_heldout_settings
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -196,6 +197,7 @@ def open_heldout(
     length = config.train.sequence_length
     datasets = open_datasets(config, split)
     objectives = heldout_objectives(config, datasets)
+    refuse_arranged("train.objective", datasets, objectives)
     return {
         name: HeldOut(each, length, stride=stride, documents=documents, objective=objectives[name])
         for name, each in datasets.items()
@@ -212,6 +214,8 @@ def open_set_windows(
     """
     datasets, length = open_set(config, name), config.set_length(name)
     objectives = set_objectives(config, name, datasets)
+    key = "train.objective" if config.heldout_sets[name].objective is None else f"heldout_sets.{name}.objective"
+    refuse_arranged(key, datasets, objectives)
     return {
         source: HeldOut(each, length, stride=stride, documents=documents, objective=objectives[source])
         for source, each in datasets.items()

@@ -146,7 +146,7 @@ def step_lines(config: Config, plan: RunPlan, data: StepData, first: int) -> Ite
         what = f"step {step + 1} is" if end == step + 1 else f"steps {step + 1} to {end} are"
         yield f"{what} skipped ({_why(journal, step)})"
     elif not data.skipped and not data.valid_targets:
-        yield f"step {step + 1} is skipped: all of its targets are masked (blend.skip)"
+        yield f"step {step + 1} is skipped: none of its targets is trained on (masks of conversations, blend.skip)"
 
 
 def _why(journal: Journal, step: int) -> str | None:

@@ -14,6 +14,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import begun_fingerprint, open_datasets
 from pipeline.data.datasets.packing.verify import check_packs
 from pipeline.data.datasets.validate import check_datasets
+from pipeline.data.loading.masked_sources import check_masked_datasets
 from pipeline.data.loading.objectives.choice import uses
 from pipeline.data.loading.stream_shape import StreamShape, stream_shape
 from pipeline.data.order import run_length
@@ -89,6 +90,7 @@ def plan_run(
         check_packs(datasets, config.pack_lengths)
     tokenizer = run_tokenizer(config)
     check_tokenizer(datasets, tokenizer)
+    check_masked_datasets(config, datasets)
     if checkpoint is not None and saved is None:
         saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
     journal = plan_journal(config, datasets, saved)

@@ -49,7 +49,21 @@ class MemoryDataset(OnePart):
         self.ids[[start - 1 for start in self._starts[1:] if start]] = EOD
         self.owner = [d for d, length in enumerate(self.lengths) for _ in range(length)]
         tokenizer = SimpleNamespace(fingerprint="f", vocab_size=100_000, end_of_document=EOD)
-        self.manifest = SimpleNamespace(settings={}, tokenizer=tokenizer)
+        self.manifest = SimpleNamespace(settings={}, tokenizer=tokenizer, has_mask=False)
+
+    def with_mask(self, mask):
+        """Itself, with which tokens are trained on as targets."""
+        self.mask = np.asarray(mask, np.uint8)
+        assert len(self.mask) == self.tokens and not self.mask[self._starts[:-1]].any()
+        self.manifest.has_mask = True
+        return self
+
+    def fill_mask(self, part, start, out):
+        out[:] = self.mask[start : start + len(out)]
+
+    def trained_targets(self, documents):
+        counts = [int(self.mask[self._starts[d] : self._starts[d + 1]].sum()) for d in documents.tolist()]
+        return np.array(counts, np.int64)
 
     @property
     def dtype(self):

@@ -186,3 +186,17 @@ def test_a_plan_has_the_same_template(template: RecordTemplate) -> None:
 def test_settings_that_make_no_sense(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SourceConfig.model_validate({"name": "s", "type": "jsonl", "paths": ["a"], **changes})
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"text_template": "{a}"},
+        {"messages": {"roles": ROLES}},
+        {"chat": {"format": "openai", "template": "tokenizer"}},
+    ],
+)
+def test_what_a_run_folder_has_is_read_again(way: dict[str, Any]) -> None:
+    """Every key is written there, with its default where the run file does not have it."""
+    source = SourceConfig.model_validate({"name": "s", "type": "jsonl", "paths": ["a"], **way})
+    assert SourceConfig.model_validate(source.model_dump(mode="json")) == source

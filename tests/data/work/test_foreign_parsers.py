@@ -27,8 +27,10 @@ DATA = Path(worker_pool.__file__).parents[1]
 OURS_OR_TRUSTED = {
     *("pipeline", "numpy", "orjson", "xxhash", "rich", "pyarrow", "numba", "pydantic", "torch", "filelock"),
     *("datasets", "huggingface_hub", "zstandard", "fsspec", "yaml", "packaging", "_typeshed"),
+    "jinja2",
 }
-"""Packages that get no text of a record, or whose readers of tables and streams have limits of their own."""
+"""Packages that get no text of a record, or whose readers of tables and streams have limits of their own, as the
+process of `data/chat/renderer.py` has."""
 
 NO_RECORDS = (
     "datasets/token_bytes.py",

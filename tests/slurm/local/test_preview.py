@@ -1,6 +1,7 @@
 """A preview and the start of a stage find the same problems, in the same words."""
 
 import gzip
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from pipeline.train.start.checks import TRAIN_CHECKS
 from slurm.local import stages
 from slurm.local.preview import preview
 from tests import tiny
+from tests.data.chat.templates import TEMPLATES
 
 CHECKS = {"curate": CURATE_CHECKS, "preprocess": PREPROCESS_CHECKS, "train": TRAIN_CHECKS, "eval": EVAL_CHECKS}
 
@@ -58,6 +60,17 @@ def a_file(root: Path) -> None:
     (root / "file").write_text("")
 
 
+def a_conversation(root: Path) -> None:
+    (root / "chat.jinja").write_text(TEMPLATES["plain"])
+    turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    (root / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+
+
+def an_unmarked_template(root: Path) -> None:
+    (root / "unmarked.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    (root / "chat.jsonl").write_text("{}\n")
+
+
 TABLES = [{"name": "t", "type": "parquet", "paths": ["{root}/tables/*.parquet"]}]
 CUT = [{"name": "t", "type": "jsonl", "paths": ["{root}/cut/*.gz"]}]
 CURATED = {"rules": {"gopher_quality": {}}}
@@ -65,6 +78,11 @@ ADOPTED = [{"name": "t", "dataset": "{root}/none"}]
 GREEDY = {"prompts": ["a"], "temperature": 1}
 LAMBADA = [{"type": "lambada", "path": "{root}/none.jsonl"}]
 AGAINST = {**CURATED, "duplicates": {"exact": "text"}, "against": ["{root}/none"]}
+CHAT = [{"name": "c", "type": "jsonl", "paths": ["{root}/chat.jsonl"]}]
+CHAT[0] |= {"chat": {"format": "openai", "template": "{root}/chat.jinja"}}
+TURNS = {"tokenizer.special_tokens": ["<|start|>", "<|end|>"]}
+UNMARKED = [{"name": "c", "type": "jsonl", "paths": ["{root}/chat.jsonl"]}]
+UNMARKED[0] |= {"chat": {"format": "openai", "template": "{root}/unmarked.jinja"}}
 MODEL = {"language": {"model": "{root}/none.bin"}}
 CUT_EVAL = {"processes": 2, "parallel": {"cp": 2}}
 ITEMS = {"decontaminate": {"files": ["{root}/none.jsonl"]}}
@@ -78,9 +96,11 @@ BEFORE_DATA = [
     Planted("preprocess", "files of sources", {"data.sources": TABLES}, "2.parquet has no column", tables),
     Planted("preprocess", "files of sources", {"data.sources": CUT}, "a.jsonl.gz", a_cut_file),
     Planted("preprocess", "tokenizer", {"tokenizer": {"path": "{root}/none.json"}}, "tokenizer.path"),
+    Planted("preprocess", "chat templates", {"data.sources": UNMARKED}, "train_on: all", an_unmarked_template),
     Planted("train", "layout", {"parallel.tp": 3, "launch.processes": 3}, "model.heads=2 cannot be cut"),
     Planted("train", "loggers", {"train.metrics.mlflow": {"experiment": "a"}}, "train.metrics.mlflow"),
     Planted("train", "schedule", {"train.schedule.warmup": "9 steps"}, "warmup 9 steps lasts"),
+    Planted("train", "conversations", {"data.sources": CHAT, **TURNS}, "windows would cut them", a_conversation),
     Planted("train", "checkpoint to resume from", {"resume": {"from": "latest"}}, "train first"),
     Planted("train", "checkpoints to evaluate", {"eval.every_checkpoint": True}, "train.checkpoint.keep_every"),
     Planted("eval", "layout of the evaluation", {"eval": {**CUT_EVAL, "max_length": 31}}, "=31"),

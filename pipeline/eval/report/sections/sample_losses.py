@@ -182,7 +182,7 @@ def _search(journal: Journal, file: LossFile, steps: Range) -> tuple[list[tuple[
         last = step + together * max(1, _SEARCHED_AT_ONCE // (together * size))
         last = min([last, steps[1], *(each.first_step for each in journal.segments[number + 1 : number + 2])])
         first = journal.samples(step).start
-        codes = file.read(first, first + (last - step) * size)
+        codes = file.read(first, journal.samples(last).start)
         values = losses(codes).astype(np.float64)
         known = recorded(codes) & np.isfinite(values)
         group = np.arange(len(codes)) // (together * size)
