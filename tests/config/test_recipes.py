@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ from rich.console import Console
 
 from pipeline.config.load import load, packaged_configs
 from pipeline.config.root import Config
+from pipeline.data.tokenization.chat_prompts import chat_prompts
+from pipeline.eval.generation.generate import generate
+from pipeline.eval.generation.sampling import Sampling
+from pipeline.eval.inference import load_decoder
 from pipeline.train.checkpoint.export import average
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.host.devices import DEVICES
@@ -39,6 +45,7 @@ def test_there_are_recipes() -> None:
         "long-context",
         "olmo2-1b-stage2",
         "smollm2-135m",
+        "smoltalk",
     }
 
 
@@ -73,13 +80,14 @@ def test_fits_its_cluster(path: Path) -> None:
 def tiny_form(root: Path, recipe: str, name: str | None = None, **changes: Any) -> Config:
     """A recipe with a tiny model, tiny sources of its own, and few steps; all else is the recipe's."""
     whole = load(packaged_configs() / f"{recipe}.yaml")
-    sources = [
-        source.model_dump(exclude_unset=True) | {"type": "text", "paths": [str(tiny.write_corpus(root / source.name))]}
-        for source in whole.data.sources
-    ]
+    sources = [source.model_dump(exclude_unset=True) for source in whole.data.sources]
     for source in sources:
-        source["paths"] = [f"{source['paths'][0]}/*.txt"]
         source.pop("max_epochs", None)
+        if "chat" in source:
+            source |= {"type": "jsonl", "paths": [str(write_talks(root))]}
+            source["chat"] |= {"template": str(root / "chatml.jinja"), "max_tokens": 64}
+        else:
+            source |= {"type": "text", "paths": [f"{tiny.write_corpus(root / source['name'])}/*.txt"]}
     name = name or Path(recipe).name
     values: dict[str, Any] = {
         "include": f"{recipe}.yaml",
@@ -112,6 +120,26 @@ def tiny_form(root: Path, recipe: str, name: str | None = None, **changes: Any) 
     file = root / f"{name}.yaml"
     file.write_text(yaml.safe_dump(values))
     return load(file)
+
+
+PLACES = {"boat": "under the old tower", "keeper": "north of the harbour", "light": "before the storm"}
+
+
+def write_talks(root: Path) -> Path:
+    """Conversations with a few answers, and the template of docs/after-pretraining.md."""
+    page = (Path(__file__).parents[2] / "docs" / "after-pretraining.md").read_text()
+    template = re.search(r"```jinja\n(.*?)```", page, re.DOTALL)
+    assert template is not None
+    (root / "chatml.jinja").write_text(template[1])
+    chance = random.Random(3)
+    lines = []
+    for number in range(200):
+        name = chance.choice(list(PLACES))
+        opening = " ".join(chance.choices(("now", "then", "sea", "wind"), k=3))
+        question = {"role": "user", "content": f"{opening} where is the {name}"}
+        lines.append({"id": number, "messages": [question, {"role": "assistant", "content": PLACES[name]}]})
+    (root / "talks.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    return root / "talks.jsonl"
 
 
 def rates(config: Config) -> list[float]:
@@ -186,3 +214,36 @@ def test_windows_grow_in_phases(tmp_path: Path) -> None:
     config = tiny_form(tmp_path, "recipes/long-context", tokenizer={"path": str(first.data_dir / "tokenizer")}, **start)
     run(config)
     assert len(rates(config)) == 8
+
+
+@pytest.mark.slow
+def test_a_base_model_learns_to_answer(tmp_path: Path) -> None:
+    marks = ["<|im_start|>", "<|im_end|>"]
+    first = tiny_form(tmp_path, "recipes/smollm2-135m", train={"schedule": {"warmup": "2 steps", "decay": "2 steps"}})
+    run(first)
+    to_hf(first.run.dir, tmp_path / "hf", console=QUIET)
+    config = tiny_form(
+        tmp_path,
+        "recipes/smoltalk",
+        tokenizer={"path": str(tmp_path / "hf"), "special_tokens": [], "add_tokens": marks},
+        model={**MODEL, "document_attention": True},
+        train={
+            "init_from": {"hf": str(tmp_path / "hf")},
+            "sequence_length": 64,
+            "duration": "4 epochs",
+            "optimizer": {"lr": 1e-2},
+        },
+        data={"dir": str(tmp_path / "chats")},
+    )
+    run(config)
+
+    def answers(of: Config, **options: Any) -> list[str]:
+        loaded = load_decoder(of, None)
+        chat = chat_prompts(loaded.source.path, loaded.tokenizer, **options)
+        assert chat is not None
+        asked = [chat.encode([{"role": "user", "content": f"now sea wind where is the {name}"}]) for name in PLACES]
+        sampling = Sampling(max_tokens=24, temperature=0, end_tokens=chat.end_tokens)
+        return [each.text for each in generate(loaded.model, loaded.tokenizer, asked, sampling)]
+
+    assert answers(config) == list(PLACES.values())
+    assert not set(answers(first, file=tmp_path / "chatml.jinja")) & set(PLACES.values())
