@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -198,8 +198,8 @@ class MegatronOptimizer:
         weights = UnstackedTensors(files, model_tensors(files), self._checkpoint.model.layers).tensors
         shapes = {name: each.shape for name, each in weights.items()}
         implementation = str(self._arguments.get("transformer_impl", "transformer_engine"))
-        for state, found in buckets.items():
-            names = [found[number] for number in sorted(found)]
+        for state, numbered in buckets.items():
+            names = [numbered[number] for number in sorted(numbered)]
             self._check_types(files, names)
             try:
                 yield state, BucketTensors(files, names, shapes, implementation)
@@ -234,14 +234,14 @@ class MegatronOptimizer:
             raise UserError(f"{where}: step: {shortened(step)} is not a number of updates")
         if not isinstance(betas, tuple) or len(betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in betas):
             raise UserError(f"{where}: betas: {shortened(betas)} are not two numbers below 1")
-        decay = max((group.get("weight_decay") for group in groups if _is_number(group.get("weight_decay"))), default=0)
+        decays = [float(group["weight_decay"]) for group in groups if _is_number(group.get("weight_decay"))]
         samples, length = self._count("consumed_train_samples"), self._count("seq_length")
         return AdamSettings(
             step=int(step),
             lr=self._number("lr"),
             betas=(float(betas[0]), float(betas[1])),
-            eps=float(eps) if _is_number(eps) and eps > 0 else self._number("adam_eps"),
-            weight_decay=float(decay),
+            eps=self._number("adam_eps") if not _is_number(eps) or eps <= 0 else float(eps),
+            weight_decay=max(decays, default=0.0),  # vectors are in a group without it
             clip_norm=self._number("clip_grad") or None,
             samples=samples,
             tokens=samples * length,
@@ -260,7 +260,7 @@ class MegatronOptimizer:
         return float(value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2.0**63
 
 

@@ -39,7 +39,7 @@ class OpenedOptimizer:
         """
         verify_files(self.source.path, self.source.all_files, _OPTION)
         for index, part in model.parts.items():
-            states = {}
+            states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
             for optimizer in optimizers.by_stage[index]:
                 make_states(optimizer)
                 states |= optimizer.state
@@ -93,5 +93,6 @@ def open_optimizer(config: Config, spec: DecoderSpec) -> OpenedOptimizer:
 
 
 def opened_everywhere(config: Config, spec: DecoderSpec) -> OpenedOptimizer:
-    """`open_optimizer` by rank 0 for all; every rank calls this."""
-    return broadcast_from_rank0(lambda: open_optimizer(config, spec))
+    """`open_optimizer` on every rank, of which rank 0 says what is wrong; every rank calls this."""
+    broadcast_from_rank0(lambda: open_optimizer(config, spec).lines)
+    return open_optimizer(config, spec)

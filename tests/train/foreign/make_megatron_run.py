@@ -40,7 +40,7 @@ TRAINING: dict[str, Any] = {
     "weight_decay": 0.1,
     "clip_grad": 1.0,
     "lr_warmup_iters": 4,
-    "train_iters": 20,
+    "train_iters": 14,
     "optimizer": "adam",
     "use_distributed_optimizer": True,
     "transformer_impl": "local",
