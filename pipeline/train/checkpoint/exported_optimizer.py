@@ -45,13 +45,13 @@ class ExportedOptimizer:
         """The states that a folder has. Whether its files are as they were written is not checked here.
 
         Raises:
-            UserError: it is no export or has none, or its record is damaged.
+            UserError: it has none, is not an export, or its record is damaged.
         """
         file = folder / EXPORT_ORIGIN
         if not file.is_file():
             raise UserError(
                 f"{_OPTION}: {folder} is not a folder that `pipeline convert from-megatron --optimizer` wrote: it has "
-                f"no {EXPORT_ORIGIN}. A run of this program goes on with its optimizer by `pipeline fork`"
+                f"no {EXPORT_ORIGIN}. `pipeline fork` continues a run of this program with its optimizer"
             )
         about = storage.get_json(file).get(OPTIMIZER)
         if about is None:

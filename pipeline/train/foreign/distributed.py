@@ -64,7 +64,7 @@ class DistributedFiles:
         return {end for each in entry.chunks for end in (each.offsets[0], each.offsets[0] + each.sizes[0])}
 
     def read_settings(self, name: str) -> Any:
-        """An object that is no tensor, as `parse_saved` gives it: nothing of it is imported or called.
+        """An object beside the tensors, as `parse_saved` gives it: nothing of it is imported or called.
 
         Raises:
             UserError: there is none of this name, or it is damaged.

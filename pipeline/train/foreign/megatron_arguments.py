@@ -186,7 +186,7 @@ def _experts(source: ArgumentSource) -> Json:
 
 
 def read_common(path: Path) -> dict[Any, Any]:
-    """What a checkpoint has besides tensors, of which most are the arguments of the run.
+    """Settings that a checkpoint has besides tensors; most are the arguments of the run.
 
     Raises:
         UserError: the file is missing or damaged.

@@ -26,6 +26,8 @@ _BUCKET = re.compile(r"optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+
 _GROUPS = "optimizer.distributed.dp_group_idx_0.optimizer"
 _SAVE_SO = "save it with Megatron's --dist-ckpt-optim-fully-reshardable"
 _MOST_STEPS = 2**53
+_COMPARED_BYTES = 2**25
+"""Bytes of masters that are compared with weights at a time."""
 
 
 @dataclass(frozen=True)
@@ -83,15 +85,23 @@ class MasterWeights(OptimizerTensors):
     def read(self, tensors: Mapping[str, Stored], rows: slice | None = None) -> dict[str, Tensor]:
         """See `ForeignModel`; a `UserError` for one that does not round to the weight of the model."""
         found = super().read(tensors, rows)
-        weights = self._checkpoint.tensors
-        for name, rounded in self._checkpoint.read({name: weights[name] for name in tensors}, rows).items():
-            if not torch.equal(found[name].to(rounded.dtype), rounded):
+        for name, masters in found.items():
+            self._compare(name, masters, 0 if rows is None else rows.start)
+        return found
+
+    def _compare(self, name: str, masters: Tensor, first: int) -> None:
+        """Compare some rows with the model's, a few at a time: both are not to be in memory as a whole."""
+        stored = self._checkpoint.tensors[name]
+        step = max(1, _COMPARED_BYTES // (masters[:1].numel() * masters.itemsize))
+        for start in range(0, len(masters), step):
+            part = masters[start : start + step]
+            rows = slice(first + start, first + start + len(part))
+            if not torch.equal(part.to(stored.dtype), self._checkpoint.read({name: stored}, rows)[name]):
                 raise UserError(
                     f"{self.folder}: the {MASTERS} of the optimizer do not round to the weights of the model, first "
                     f"in {name} (by the names here); they are not of the same step, or the order of the parameters in "
                     f"the optimizer's buckets is another one: {_SAVE_SO}"
                 )
-        return found
 
 
 class MegatronOptimizer:

@@ -204,5 +204,5 @@ def _ranges(index: Index, shape: Sequence[int]) -> list[slice]:
 
 
 def _without_numbers(found: Tensor, index: Index) -> Tensor:
-    """What an index with numbers gives, from what ranges in their place have given."""
+    """Values of an index with numbers, from those that ranges in their place have given."""
     return found[tuple(0 if isinstance(each, int) else slice(None) for each in index)]

@@ -28,6 +28,7 @@ from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.tensors import Stored, read
 from pipeline.train.foreign.convert import from_megatron
 from pipeline.train.foreign.distributed import DistributedFiles
+from pipeline.train.foreign.megatron_tensors import BucketTensors
 from tests import tiny
 from tests.train.distributed.ranks import run as run_ranks
 from tests.train.foreign.make_megatron import ARGUMENTS
@@ -230,6 +231,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another way of saving": ({"kind": "fully_sharded_model_space"}, "--dist-ckpt-optim-fully-reshardable"),
     "not the distributed optimizer": ({"kind": None}, "--use-distributed-optimizer"),
+    "buckets of two groups": (
+        {
+            "kind": "dp_reshardable",
+            "more": {
+                "optimizer.distributed.dp_group_idx_1.gbuf_idx_0.dtype_(a, b).bucket_idx_0.param": torch.zeros(64)
+            },
+        },
+        "tensor and pipeline parallelism of 1",
+    ),
     "no step": ({"groups": [{**GROUP, "step": "ten"}]}, "step: 'ten'"),
     "groups apart": ({"groups": [GROUP, {**GROUP, "step": 11.0}]}, "step: groups differ"),
     "betas that are none": ({"groups": [{**GROUP, "betas": (0.9, 1.5)}]}, "betas"),
@@ -246,6 +256,61 @@ def test_what_cannot_be_continued_is_refused_by_name(tmp_path: Path, case: str) 
     assert code == 2 and named in text, text
     assert not [each for each in tmp_path.iterdir() if each.name not in ("plain", "run")], "nothing is left over"
     assert convert(tmp_path / "run", tmp_path / "out")[0] == 0, "the weights alone"
+
+
+class Flat:
+    """Files with one flat bucket, of random numbers."""
+
+    folder = Path("here")
+
+    def __init__(self, sizes: list[int], aligned: int = 64) -> None:
+        ends, self._borders = 0, {0}
+        for size in sizes:
+            first = -(-ends // aligned) * aligned
+            ends = first + size
+            self._borders |= {first, ends}
+        self.values = torch.randn(ends, generator=torch.Generator().manual_seed(3))
+        self.tensors = {"bucket": Stored((ends,), torch.float32)}
+
+    def borders(self, name: str) -> set[int]:
+        """See `DistributedFiles`."""
+        return self._borders
+
+    def read(self, name: str, part: list[slice]) -> torch.Tensor:
+        """See `DistributedFiles`."""
+        return self.values[part[0]]
+
+
+SHAPES = {
+    "output_layer.weight": (10, 7),
+    "embedding.word_embeddings.weight": (10, 7),
+    "decoder.layers.0.input_layernorm.weight": (7,),
+    "decoder.layers.0.self_attention.linear_proj.weight": (7, 20),
+    "decoder.layers.0.self_attention.linear_qkv.weight": (60, 7),
+    "decoder.layers.0.pre_mlp_layernorm.weight": (7,),
+    "decoder.layers.0.mlp.linear_fc1.weight": (30, 7),
+    "decoder.layers.0.mlp.linear_fc2.weight": (7, 15),
+    "decoder.final_layernorm.weight": (7,),
+}
+SIZES = {"local": [70, 7, 105, 210, 7, 420, 140, 7, 70], "transformer_engine": [70, 7, 105, 210, 7, 420, 7, 140, 70]}
+
+
+@pytest.mark.parametrize("implementation", SIZES)
+def test_parameters_of_a_bucket_are_found_by_their_order(implementation: str) -> None:
+    files: Any = Flat(SIZES[implementation])
+    found = BucketTensors(files, ["bucket"], SHAPES, implementation)
+    with found.opened() as read_part:
+        # Behind the head (70), the last norm (from 128 on), fc2 (192), fc1 (320), a norm (576) comes qkv.
+        qkv = files.values[640 : 640 + 420].view(60, 7)
+        name = "decoder.layers.0.self_attention.linear_qkv.weight"
+        assert torch.equal(read_part(name, (slice(8, 20), slice(2, 5))), qkv[8:20, 2:5])
+        assert torch.equal(read_part("decoder.final_layernorm.weight"), files.values[128:135])
+    other = next(each for each in SIZES if each != implementation)
+    for wrong in (Flat(SIZES[other]), Flat([*SIZES[implementation][:-1], 69]), Flat(SIZES[implementation], 128)):
+        with pytest.raises(ValueError, match=r"bucket"):
+            BucketTensors(wrong, ["bucket"], SHAPES, implementation)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="mlp.router.weight"):
+        BucketTensors(files, ["bucket"], {**SHAPES, "decoder.layers.0.mlp.router.weight": (4, 7)}, implementation)
 
 
 @pytest.mark.guard
