@@ -19,6 +19,7 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from pipeline.common.errors import MachineError
+from pipeline.common.problems import Problems
 from pipeline.config.load import load
 from pipeline.data.datasets.open import open_datasets
 from pipeline.data.loading.loader import open_loader
@@ -29,6 +30,7 @@ from pipeline.train.checkpoint.tensors import Stored, read
 from pipeline.train.foreign.convert import from_megatron
 from pipeline.train.foreign.distributed import DistributedFiles
 from pipeline.train.foreign.megatron_tensors import BucketTensors
+from pipeline.train.start.checks import TRAIN_CHECKS, TrainScope
 from tests import tiny
 from tests.train.distributed.ranks import run as run_ranks
 from tests.train.foreign.make_megatron import ARGUMENTS
@@ -44,7 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen2 over pp 2": {"kind": "qwen2", "pp": 2, "sharding": "fully_reshardable"},
     "gpt over dp 2, one bucket": {"kind": "gpt", "dp": 2, "sharding": "dp_reshardable"},
     "mixtral": {"kind": "mixtral", "sharding": "fully_reshardable"},
-    "llama, norms of 1p": {"kind": "llama-1p", "tp": 2, "dp": 2, "sharding": "fully_reshardable"},
+    "qwen3 over tp 2, dp 2": {"kind": "qwen3", "tp": 2, "dp": 2, "sharding": "fully_reshardable"},
 }
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in [*CASES][1:]]
 # Megatron's scheduler counts the tokens before a step, and ours those up to its end.
@@ -56,6 +58,7 @@ SETTINGS = {
     "train.duration": f"{STEPS} steps",
     "train.schedule": {"type": "cosine", "warmup": f"{4 * SAMPLES * LENGTH} tokens", "min_ratio": 0.1},
     "train.precision": {"compute": "fp32"},
+    "train.balance": {"loss": 0.0},
     "train.validation": {"samples": 0},
     "train.checkpoint": {"every_steps": 2, "keep": 9},
 }
@@ -350,7 +353,12 @@ def exported(root: Path) -> Path:
 
 
 def test_a_run_takes_moments_steps_and_the_place_in_the_schedule(root: Path, exported: Path) -> None:
-    code, out = start(root, "continued", "train.duration=2 steps", "train.optimizer.lr=1e-2", file="continued.yaml")
+    overrides = ("train.duration=2 steps", "train.optimizer.lr=1e-2")
+    found = Problems()
+    config = load(root / "continued.yaml", [f"run.dir={root / 'continued'}", *overrides])
+    assert found.look(TRAIN_CHECKS, TrainScope(config, 1)) and not found.problems
+    assert any("continues behind 2,560 tokens" in line for line in found.warnings)
+    code, out = start(root, "continued", *overrides, file="continued.yaml")
     assert code == 0, out
     assert "of 10 updates" in out and "continues behind 2,560 tokens" in out
     assert "train.optimizer.lr: 0.0001 where the moments are from -> 0.01 here" in out
