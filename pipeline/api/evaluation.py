@@ -17,7 +17,7 @@ from pipeline.common.paths import StrPath
 from pipeline.eval.engine import GenerationEngine, open_engine
 from pipeline.eval.perplexity import EvalReport, Figures, evaluate_everything
 from pipeline.train.checkpoint.exported import ExportedWeights
-from pipeline.train.checkpoint.exported_loading import local_shards
+from pipeline.train.checkpoint.exported_loading import local_shards, named_weights
 from pipeline.train.checkpoint.fingerprint import computing_differences, shown
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.start.setup import ALONE, in_memory
@@ -121,7 +121,7 @@ def _of_model(model: Model, run: Run | StrPath | None, settings: Settings | None
 
     @torch.no_grad()
     def fill(parallel: ParallelModel) -> None:
-        for name, rows, others, local in local_shards(parallel):
+        for name, rows, others, local in local_shards(named_weights(parallel)):
             local.copy_(weights[name][(rows, *others)])
 
     def load() -> GenerationEngine:

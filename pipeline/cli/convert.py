@@ -142,6 +142,9 @@ def from_megatron(
         list[str] | None,
         typer.Option(metavar="ARG", help="Ignore this argument, which must not change the model; may be repeated."),
     ] = None,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Convert Adam's moments and steps, too (train.init_from.optimizer).")
+    ] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Convert the weights of a Megatron Core checkpoint (torch_dist), to train on from them."""
@@ -150,7 +153,10 @@ def from_megatron(
     from pipeline.train.foreign import convert
 
     if dry_run:
-        echo(convert.describe_megatron(folder, step, tokenizer, end_of_document, ignore or ()), end="")
+        echo(
+            convert.describe_megatron(folder, step, tokenizer, end_of_document, ignore or (), optimizer=optimizer),
+            end="",
+        )
         return
     if out is None:
         raise UserError("give the folder to create after the checkpoint's folder, or use --dry-run")
@@ -163,6 +169,7 @@ def from_megatron(
         end_of_document=end_of_document,
         max_shard=shard_bytes(max_shard),
         ignore=ignore or (),
+        optimizer=optimizer,
         console=console,
     )
     say(console, done)

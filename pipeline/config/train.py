@@ -339,7 +339,7 @@ class EmaConfig(Section):
 
 
 class InitFromConfig(Section):
-    """Weights that a new run starts from. Nothing else is loaded: no moments, no steps, no position in the data."""
+    """Weights that a new run starts from. Steps and data begin anew, and so do moments and schedule by default."""
 
     path: DataPath | None = None
     """A run folder, a checkpoint's folder, or one that `pipeline checkpoint export` or `average`, or `pipeline convert
@@ -350,6 +350,12 @@ class InitFromConfig(Section):
     """Checkpoint of a run folder, by its step; by default the newest one."""
     weights: Literal["model", "ema"] = "model"
     """The weights that were trained, or their moving average."""
+    optimizer: bool = False
+    """Load AdamW's moments and count of steps, too, from a folder that `pipeline convert from-megatron --optimizer`
+    wrote."""
+    tokens: Count | None = None
+    """Tokens that `train.schedule` has behind it at the first step: it continues there, and a warm-up of fewer tokens
+    is not repeated. By default those of the folder with `optimizer: true`, else 0."""
 
     @model_validator(mode="after")
     def _one_place(self) -> InitFromConfig:
@@ -357,6 +363,8 @@ class InitFromConfig(Section):
             raise ValueError("give exactly one of path and hf (a Hugging Face model's folder)")
         if self.hf is not None and (self.step is not None or self.weights != "model"):
             raise ValueError("a Hugging Face model has one set of weights: remove step and weights")
+        if self.optimizer and (self.hf is not None or self.weights != "model"):
+            raise ValueError("optimizer: true needs path and weights: model; other weights have no moments")
         return self
 
 

@@ -22,7 +22,7 @@ from pipeline.train.checkpoint.dcp_metadata import METADATA, read_metadata
 from pipeline.train.checkpoint.state_shapes import is_buffer, is_count
 from pipeline.train.torch_compat.checkpoint_files import CheckpointReader, PartPlanner, first_cause
 
-_AT_ONCE_BYTES = 2**28
+_AT_ONCE_BYTES = 2**27
 """Tensors are read in groups of about this size; one that is larger is read alone, some rows at a time."""
 
 

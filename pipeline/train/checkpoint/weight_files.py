@@ -109,6 +109,7 @@ def _write(
                 digest.update(body)
                 advance(len(body))
                 missing -= len(body)
+                del value, body  # or it is in memory while the next ones are read
                 if missing <= 0:
                     break
             assert missing == 0, name

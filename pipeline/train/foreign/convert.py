@@ -12,7 +12,8 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.export import free_folder
 from pipeline.train.foreign.megatron import MegatronCheckpoint, find_checkpoint
 from pipeline.train.foreign.megatron_arguments import COMMON, read_arguments
-from pipeline.train.huggingface.convert import run_file_section, write_converted
+from pipeline.train.foreign.megatron_optimizer import MegatronOptimizer
+from pipeline.train.huggingface.convert import ConvertedOptimizer, run_file_section, write_converted
 
 
 def from_megatron(
@@ -24,9 +25,10 @@ def from_megatron(
     end_of_document: str | None = None,
     max_shard: int | None = 5 * 10**9,
     ignore: Collection[str] = (),
+    optimizer: bool = False,
     console: Console,
 ) -> str:
-    """Convert the weights of a checkpoint of Megatron Core; says what it wrote.
+    """Convert the weights of a checkpoint of Megatron Core, and perhaps its optimizer; says what it wrote.
 
     Args:
         folder: of a run, or of one checkpoint.
@@ -36,6 +38,7 @@ def from_megatron(
         end_of_document: token, of that tokenizer.
         max_shard: bytes of tensors in a file at most.
         ignore: arguments that the user says do not matter.
+        optimizer: also the optimizer's moments and count of steps; the weights are then the fp32 ones that it updates.
         console: for the progress bar.
 
     Raises:
@@ -45,7 +48,8 @@ def from_megatron(
     free_folder(to)
     found = MegatronCheckpoint(folder, step, ignore)
     own = _tokenizer(found, tokenizer, end_of_document)
-    return write_converted(found, own, to, kind="from-megatron", max_shard=max_shard, console=console)
+    states = _optimizer(found) if optimizer else None
+    return write_converted(found, own, to, kind="from-megatron", max_shard=max_shard, console=console, optimizer=states)
 
 
 def consumed_samples(folder: Path) -> int:
@@ -70,11 +74,31 @@ def describe_megatron(
     tokenizer: Path | None = None,
     end_of_document: str | None = None,
     ignore: Collection[str] = (),
+    *,
+    optimizer: bool = False,
 ) -> str:
     """The part of a run file that goes with a checkpoint, as YAML; every name and shape is checked."""
     found = MegatronCheckpoint(folder, step, ignore)
     _ = found.tensors
-    return run_file_section(found, _tokenizer(found, tokenizer, end_of_document), None)
+    states = _optimizer(found) if optimizer else None
+    return run_file_section(found, _tokenizer(found, tokenizer, end_of_document), None, states)
+
+
+def _optimizer(found: MegatronCheckpoint) -> ConvertedOptimizer:
+    """The optimizer of a checkpoint, all but its values checked."""
+    optimizer = MegatronOptimizer(found)
+    for source in (optimizer.masters, *optimizer.moments.values()):
+        _ = source.tensors
+    settings = optimizer.settings
+    values = {
+        "lr": settings.lr,
+        "betas": list(settings.betas),
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+        "clip_norm": settings.clip_norm,
+    }
+    counts = {"step": settings.step, "samples": settings.samples, "tokens": settings.tokens}
+    return ConvertedOptimizer(optimizer.masters, optimizer.moments, {"type": "adamw", **counts, **values}, values)
 
 
 def _tokenizer(found: MegatronCheckpoint, path: Path | None, end_of_document: str | None) -> Tokenizer | None:

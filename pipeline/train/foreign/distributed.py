@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.dcp_metadata import METADATA, largest_list, parse_metadata
 from pipeline.train.checkpoint.tensors import Stored, load_parts
+from pipeline.train.foreign.pickles import LARGEST_FILE, parse_saved
 from pipeline.train.torch_compat.checkpoint_files import CheckpointReader, PartPlanner
 
 
@@ -54,6 +56,28 @@ class DistributedFiles:
             if isinstance(entry, TensorStorageMetadata)
         }
         """Shapes and types by name."""
+
+    def borders(self, name: str) -> set[int]:
+        """First and last indices of the pieces of a tensor of one dimension."""
+        entry = self._reader.read_metadata().state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        return {end for each in entry.chunks for end in (each.offsets[0], each.offsets[0] + each.sizes[0])}
+
+    def read_settings(self, name: str) -> Any:
+        """An object beside the tensors, as `parse_saved` gives it: nothing of it is imported or called.
+
+        Raises:
+            UserError: there is none of this name, or it is damaged.
+        """
+        where = f"{self.folder}: {storage.shown(name)}"
+        place = self._reader.read_metadata().storage_data.get(MetadataIndex(name))
+        if place is None or name in self.tensors:
+            raise UserError(f"{where} is missing; are the files complete?")
+        if place.length > LARGEST_FILE:
+            raise UserError(f"{where} is not read: it has {place.length:,} bytes, and settings have less")
+        with storage.open_regular(self.folder / place.relative_path, symlinks=False) as file:
+            file.seek(place.offset)
+            return parse_saved(file.read(place.length), where)
 
     def read(self, name: str, part: Sequence[slice]) -> Tensor:
         """A part of a tensor, [first, end) of each dimension; of dimensions without one everything."""

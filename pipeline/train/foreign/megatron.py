@@ -7,29 +7,31 @@ are all alike are one tensor with the layers as its first dimension, whatever tp
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.tensors import Stored
 from pipeline.train.checkpoint.weight_source import validated_model
 from pipeline.train.foreign.distributed import DistributedFiles
-from pipeline.train.foreign.megatron_arguments import COMMON, ArgumentSource, read_arguments, read_model
+from pipeline.train.foreign.megatron_arguments import (
+    COMMON,
+    ArgumentSource,
+    read_arguments,
+    read_common,
+    read_model,
+)
+from pipeline.train.foreign.megatron_tensors import UnstackedTensors, model_tensors
 from pipeline.train.huggingface.config_source import shortened
 from pipeline.train.huggingface.family import Family
 from pipeline.train.huggingface.foreign_model import ForeignModel, TensorFiles
 from pipeline.train.huggingface.names import Names, TensorRule
-from pipeline.train.huggingface.quantized import Index, Read
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
@@ -39,19 +41,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 _NAME = re.compile(r"iter_(\d{7,15})")
 _MOST_DIGITS = 15
 _FORMAT = "metadata.json"
-_MODEL = ("decoder.", "embedding.", "output_layer.")
-_BESIDE = re.compile(r"(chained_\d+\.)?optimizer\.|opt_param_scheduler|rng_state|rerun_state")
-"""Beginnings of names of tensors that are not the model's."""
-_MOST_TENSORS = 2**18
-"""Tensors of all layers, which are listed before any is looked at."""
 _WRITE_AGAIN = "write it again with Megatron's --ckpt-convert-format torch_dist --ckpt-convert-save DIR"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_RENAMED = {
-    # A norm that Transformer Engine computes together with the product behind it.
-    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
-    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
-    "mlp.experts.experts.": "mlp.experts.",
-}
 
 
 def _fused_rows(part: Any, interleaved: bool) -> RowNumbers:
@@ -141,67 +131,6 @@ def _family(names: Names) -> Family:
     )
 
 
-class _UnstackedTensors:
-    """The model's tensors with the number of a layer in their names, whether the files have them stacked or not."""
-
-    def __init__(self, files: DistributedFiles, layers: int) -> None:
-        self._files = files
-        self._places: dict[str, tuple[str, int | None]] = {}
-        self.tensors: dict[str, Stored] = {}
-        for name, stored in files.tensors.items():
-            if not name.startswith(_MODEL):
-                if not _BESIDE.match(name):
-                    raise UserError(
-                        f"{files.folder} has the tensor {storage.shown(name)}, which is not one of a GPT model of "
-                        "Megatron Core"
-                    )
-                continue
-            if stored.dtype not in _DTYPES:
-                raise UserError(f"{files.folder}: {name} is of {stored.dtype}, which is not read")
-            for own, index, shape in self._unstacked(name, stored.shape, layers):
-                if len(self.tensors) >= _MOST_TENSORS:
-                    raise UserError(f"{files.folder} has more than {_MOST_TENSORS:,} tensors, which no GPT model has")
-                if own in self.tensors:
-                    raise UserError(f"{files.folder} has {own} twice, as {self._places[own][0]} and as {name}")
-                self.tensors[own] = Stored(shape, stored.dtype)
-                self._places[own] = (name, index)
-
-    def _unstacked(
-        self, name: str, shape: tuple[int, ...], layers: int
-    ) -> Iterator[tuple[str, int | None, tuple[int, ...]]]:
-        """Names by layer, with the index in the stack and the shape of each."""
-        own = name
-        for old, new in _RENAMED.items():
-            own = own.replace(old, new)
-        rest = own.removeprefix("decoder.layers.")
-        if rest == own or re.match(r"\d+\.", rest):
-            yield own, None, shape
-            return
-        if not shape or shape[0] != layers:
-            raise UserError(
-                f"{self._files.folder}: {name} is of {shape[0] if shape else 0} layers, and the arguments have "
-                f"num_layers {layers}; do the files belong together?"
-            )
-        for index in range(layers):
-            yield f"decoder.layers.{index}.{rest}", index, shape[1:]
-
-    @contextmanager
-    def opened(self) -> Iterator[Read]:
-        """See `TensorFiles`."""
-        yield self._read
-
-    def _read(self, name: str, index: Index = ()) -> Tensor:
-        stacked, layer = self._places[name]
-        shape = self.tensors[name].shape
-        ranges = [
-            slice(each, each + 1) if isinstance(each, int) else slice(*each.indices(size)[:2])
-            for each, size in zip(index, shape, strict=False)
-        ]
-        found = self._files.read(stacked, [*([] if layer is None else [slice(layer, layer + 1)]), *ranges])
-        found = found if layer is None else found[0]
-        return found[tuple(0 if isinstance(each, int) else slice(None) for each in index)]
-
-
 class MegatronCheckpoint(ForeignModel):
     """The model of a checkpoint of Megatron Core. Nothing of it is imported or run.
 
@@ -220,7 +149,8 @@ class MegatronCheckpoint(ForeignModel):
     def __init__(self, folder: Path, step: int | None = None, ignore: Collection[str] = ()) -> None:
         path = find_checkpoint(folder, step)
         _check_format(path)
-        self.arguments = read_arguments(path / COMMON)
+        self.common = read_common(path / COMMON)
+        self.arguments = read_arguments(path / COMMON, self.common)
         source = ArgumentSource(self.arguments, f"{path / COMMON} (args)")
         try:
             values = read_model(source)
@@ -259,8 +189,13 @@ class MegatronCheckpoint(ForeignModel):
         return f"Weights of Megatron's iteration {int(self.folder.name.removeprefix('iter_'))}{self._read}"
 
     @cached_property
+    def files(self) -> DistributedFiles:
+        """The files of all tensors, those of the optimizer as well."""
+        return DistributedFiles(self.folder)
+
+    @cached_property
     def _found(self) -> TensorFiles:
-        return _UnstackedTensors(DistributedFiles(self.folder), self.model.layers)
+        return UnstackedTensors(self.files, model_tensors(self.files), self.model.layers)
 
     def tokenizer(self, path: Path, end_of_document: str) -> Tokenizer:
         """The tokenizer that the user names, which must not have more ids than the model has rows."""

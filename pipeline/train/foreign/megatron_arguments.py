@@ -185,16 +185,29 @@ def _experts(source: ArgumentSource) -> Json:
     }
 
 
-def read_arguments(path: Path) -> dict[str, Any]:
-    """The arguments of the run that wrote a checkpoint.
+def read_common(path: Path) -> dict[Any, Any]:
+    """Settings that a checkpoint has besides tensors; most are the arguments of the run.
 
     Raises:
-        UserError: the file is missing or damaged, or has none.
+        UserError: the file is missing or damaged.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing; the checkpoint is not complete, or not one of Megatron Core")
     found = read_saved(path)
-    arguments: Any = found.get("args") if isinstance(found, Mapping) else None
+    return found if isinstance(found, dict) else {}
+
+
+def read_arguments(path: Path, common: Mapping[Any, Any] | None = None) -> dict[str, Any]:
+    """The arguments of the run that wrote a checkpoint.
+
+    Args:
+        path: of the file.
+        common: its content, if it has been read.
+
+    Raises:
+        UserError: the file is missing or damaged, or has none.
+    """
+    arguments: Any = (read_common(path) if common is None else common).get("args")
     state = arguments.state if isinstance(arguments, InertObject) else None
     if not isinstance(state, dict):
         raise UserError(

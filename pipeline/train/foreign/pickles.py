@@ -16,7 +16,8 @@ from pipeline.common import storage
 from pipeline.common.errors import UserError
 from pipeline.train.checkpoint.inert_pickle import PLAIN_OPCODES, InertName, InertObject, InertUnpickler
 
-_LARGEST_FILE = 64 * 2**20
+LARGEST_FILE = 64 * 2**20
+"""Bytes of a file that is read whole."""
 _LARGEST = 4 * 2**20
 """Bytes of the pickle in such a file; settings take some ten thousand."""
 _OPCODES = (
@@ -64,10 +65,24 @@ def read_saved(path: Path) -> Any:
     Raises:
         UserError: it is damaged, or no such file.
     """
+    with storage.open_regular(path) as file:
+        return parse_saved(file.read(LARGEST_FILE + 1), str(path))
+
+
+def parse_saved(data: bytes, where: str) -> Any:
+    """The object in the bytes of a file of `torch.save`, as `read_saved` gives it.
+
+    Args:
+        data: all of the file.
+        where: it is, for messages.
+
+    Raises:
+        UserError: it is damaged, or no such file.
+    """
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ValueError(f"it has more than {_LARGEST_FILE:,} bytes")
-        with storage.open_regular(path) as file, zipfile.ZipFile(file) as archive:
+        if len(data) > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE:,} bytes")
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
             pickles = [each for each in archive.infolist() if each.filename.endswith("/data.pkl")]
             if len(pickles) != 1:
                 raise ValueError(f"it has {len(pickles)} pickles in place of one")
@@ -75,7 +90,5 @@ def read_saved(path: Path) -> Any:
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > _LARGEST:
                 raise ValueError(f"its pickle is compressed, or has more than {_LARGEST:,} bytes")
             return _SettingsUnpickler(io.BytesIO(archive.read(entry))).load()
-    except (UserError, FileNotFoundError):
-        raise
     except Exception as error:  # whatever a pickle can lead to that was cut or made by hand
-        raise UserError(f"{path} is damaged, or not a file of torch.save: {error or type(error).__name__}") from None
+        raise UserError(f"{where} is damaged, or not a file of torch.save: {error or type(error).__name__}") from None

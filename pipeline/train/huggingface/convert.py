@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,8 +25,10 @@ from pipeline.data.chat.kept_template import keep_template, with_tokens
 from pipeline.data.chat.template_files import has_template, read_template, template_of_tokenizer, tokens_of_tokenizer
 from pipeline.data.tokenization.chat_prompts import ChatPrompts
 from pipeline.data.tokenization.tokenizer import TOKENIZER_FILE, Tokenizer
+from pipeline.train.checkpoint.committed import Files
 from pipeline.train.checkpoint.export import START_TOKEN, free_folder, made_folder
 from pipeline.train.checkpoint.exported import Weights
+from pipeline.train.checkpoint.exported_optimizer import OPTIMIZER
 from pipeline.train.checkpoint.tensors import Stored, groups, row_ranges
 from pipeline.train.checkpoint.weight_files import split_into_files, write_weight_files
 from pipeline.train.checkpoint.weight_source import WeightSource, open_weights
@@ -59,6 +62,20 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """Keys of `generate:` that generation_config.json has under the same names."""
 _NO_TOKENIZER = "the tokenizer was left out: set tokenizer.path to the one that the weights were trained with"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class ConvertedOptimizer:
+    """The optimizer of a model of another program."""
+
+    masters: ForeignModel
+    """The weights that it updates, in fp32."""
+    moments: Mapping[str, ForeignModel]
+    """Its moments, by the names of torch's AdamW."""
+    about: Mapping[str, Any]
+    """What export.json has of it: step, tokens and settings."""
+    run_file: Mapping[str, Any]
+    """Values of `train.optimizer`."""
 
 
 def to_hf(
@@ -221,6 +238,7 @@ def write_converted(
     max_shard: int | None,
     console: Console,
     chat_template: str | None = None,
+    optimizer: ConvertedOptimizer | None = None,
 ) -> str:
     """Write a folder that `train.init_from.path` takes; says what it wrote.
 
@@ -232,16 +250,23 @@ def write_converted(
         max_shard: bytes of tensors in a file at most.
         console: for the progress bar.
         chat_template: of the model.
+        optimizer: its optimizer, whose weights are taken; None: it is left out.
     """
-    total = sum(each.bytes for each in found.tensors.values())
-    shards = split_into_files(found.tensors, max_shard)
+    weights = found if optimizer is None else optimizer.masters
+    moments = {} if optimizer is None else optimizer.moments
+    total = sum(each.bytes for source in (weights, *moments.values()) for each in source.tensors.values())
     with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, f"{kind} (bytes)", total) as advance:
-            files = write_weight_files(tmp, shards, lambda wanted: _our_tensors(found, wanted), advance)
+            files = _write_tensors(weights, tmp, max_shard, advance)
+            of_moments = {
+                name: _write_tensors(source, tmp / OPTIMIZER / name, max_shard, advance)
+                for name, source in moments.items()
+            }
         if tokenizer is not None:
             tokenizer.save(tmp)
             keep_template(tmp, chat_template)
-        storage.put(tmp / MODEL_FILE, run_file_section(found, tokenizer, Path(os.path.abspath(to))).encode())
+        section = run_file_section(found, tokenizer, Path(os.path.abspath(to)), optimizer)
+        storage.put(tmp / MODEL_FILE, section.encode())
         storage.put_json(
             tmp / EXPORT_ORIGIN,
             {
@@ -258,13 +283,20 @@ def write_converted(
                 "versions": versions(),
                 "files": files,
                 **({} if found.start_token is None else {START_TOKEN: found.start_token}),
+                **({} if optimizer is None else {OPTIMIZER: {**optimizer.about, "files": of_moments}}),
             },
         )
     return (
-        f"{to}: {found.title}, {len(found.tensors)} tensors, "
+        f"{to}: {found.title}{'' if optimizer is None else ' with its optimizer'}, {len(found.tensors)} tensors, "
         f"{sum(each.numel for each in found.tensors.values()):,} parameters, {total:,} bytes; a run file that includes "
         f"{to / MODEL_FILE} continues training from there" + ("" if tokenizer else f"; {_NO_TOKENIZER}")
     )
+
+
+def _write_tensors(source: ForeignModel, to: Path, max_shard: int | None, advance: Callable[[int], None]) -> Files:
+    to.mkdir(parents=True, exist_ok=True)
+    shards = split_into_files(source.tensors, max_shard)
+    return write_weight_files(to, shards, lambda wanted: _our_tensors(source, wanted), advance)
 
 
 def describe(
@@ -276,16 +308,24 @@ def describe(
     return run_file_section(found, _tokenizer_of(found, end_of_document, weights_only), None)
 
 
-def run_file_section(found: ForeignModel, tokenizer: Tokenizer | None, converted: Path | None) -> str:
+def run_file_section(
+    found: ForeignModel,
+    tokenizer: Tokenizer | None,
+    converted: Path | None,
+    optimizer: ConvertedOptimizer | None = None,
+) -> str:
     """`model:`, `tokenizer:` and `train.init_from` as YAML.
 
     Args:
         found: the model.
         tokenizer: its own; None: it is unknown, and the section leaves it to the run file.
         converted: the folder of its weights by our names; None: they are read where they are.
+        optimizer: its optimizer, if that is converted, too.
     """
     model = found.model.model_dump(mode="json", exclude_defaults=True)
-    init_from = {"path": str(converted)} if converted else found.in_place
+    init_from: dict[str, Any] | None = {"path": str(converted)} if converted else found.in_place
+    if init_from is not None and optimizer is not None:
+        init_from |= {"optimizer": True}
     value: dict[str, Any] = {"model": model}
     head = f"# {found.family.architecture}; contexts of up to {found.positions:,} tokens (train.sequence_length).\n"
     if hint := found.hint:
@@ -309,6 +349,8 @@ def run_file_section(found: ForeignModel, tokenizer: Tokenizer | None, converted
         }
     if init_from and (tokenizer is not None or converted):  # `init_from.hf` compares tokenizers
         value["train"] = {"init_from": init_from}
+    if optimizer is not None:
+        value.setdefault("train", {})["optimizer"] = optimizer.run_file
     return head + dump_values(value)
 
 

@@ -50,7 +50,6 @@ from pipeline.train.monitor.loggers.prometheus import PrometheusFile
 from pipeline.train.monitor.metrics import Metrics
 from pipeline.train.monitor.profiler import Profile
 from pipeline.train.monitor.spikes import kind_of
-from pipeline.train.optim.lr_schedule import Schedule
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.compile import choose_compiling
 from pipeline.train.parallel.parallelize import build_model
@@ -65,6 +64,7 @@ from pipeline.train.start.open_run import open_run_everywhere, open_validation
 from pipeline.train.start.resume import THREADS, resume_lines
 from pipeline.train.start.run_log import print_start, step_lines
 from pipeline.train.start.run_plan import RunPlan
+from pipeline.train.start.schedule_seam import BEFORE, begin_lines, run_schedule
 from pipeline.train.start.setup import be_deterministic, init_rank
 from pipeline.train.start.warm_start import WeightsOrigin, warm_start
 
@@ -90,7 +90,7 @@ class Trainer:
         self._config, self._plan, self._setup, self._heldout = config, plan, setup, heldout
         self._validator = Validator(config, setup, heldout)
         self._folder, self._watchdog, self._requests, self._console = folder, watchdog, requests, console
-        self._schedule = Schedule(config.train.schedule, config.train.duration, plan.length.steps, plan.journal.tokens)
+        self._schedule = run_schedule(config, plan.journal, plan.length.steps, checkpoint)
         self._loader = self._open_loader()
         self._compiles, self._compiler_line = self._choose_compiling(checkpoint)
         self._profile = Profile(config.train.profile, setup.device, dist.get_rank(), folder, console)
@@ -244,6 +244,7 @@ class Trainer:
         more[_COMPILED] = {self._setup.device.type: self._compiles}
         if self._setup.device.type == "cpu":
             more[THREADS] = torch.get_num_threads()
+        more[BEFORE] = self._schedule.before
         if self._config.train.checkpoint.keep_best is not None:
             more[VALIDATION_LOSSES] = self._validator.losses_at(step)
         prune = not self._faults.troubled
@@ -306,7 +307,8 @@ class Trainer:
             self._restore(checkpoint)
             say(self._console, f"train: resuming from {checkpoint.path.name}")
         elif self._config.train.init_from is not None:
-            lines, self._origin = warm_start(self._config, self._plan.tokenizer, self._model)
+            lines, self._origin = warm_start(self._config, self._plan.tokenizer, self._model, self._optimizers)
+            lines += begin_lines(self._config, self._schedule, self._plan.journal)
             if self._stepper.ema is not None:
                 self._stepper.ema.reset()
             for line in lines:

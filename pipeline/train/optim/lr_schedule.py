@@ -22,23 +22,33 @@ class Schedule:
         duration: `train.duration`.
         steps: Steps of the run, which may end before its duration.
         tokens: Target tokens of the first N steps, like `Journal.tokens`.
+        before: Tokens of the schedule that an earlier run has trained on, `train.init_from.tokens`.
 
     Raises:
         UserError: The run is shorter than warm-up and decay.
     """
 
-    def __init__(self, config: ScheduleConfig, duration: Duration, steps: int, tokens: Callable[[int], int]) -> None:
-        self._config = config
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        duration: Duration,
+        steps: int,
+        tokens: Callable[[int], int],
+        before: int = 0,
+    ) -> None:
+        self._config, self.before = config, before
         self._total = tokens(steps)
         if duration.unit == "tokens":
             # The last step may go beyond it.
             self._total = min(self._total, duration.count)
+        self._total += before
         self._warmup = tokens(config.warmup.count) if config.warmup.unit == "steps" else config.warmup.count
         self._decay = self._tokens_of_decay(config.decay, steps, tokens) if config.decay else 0
         if self._warmup + self._decay > self._total:
+            earlier = f", {before:,} of them before it (train.init_from.tokens)" if before else ""
             raise UserError(
                 f"train.schedule: {_last(config)} {self._warmup + self._decay:,} tokens, but the run has "
-                f"{self._total:,} in {steps:,} steps (train.duration: {duration._text()}); {_ADVICE}"
+                f"{self._total:,} in {steps:,} steps (train.duration: {duration._text()}){earlier}; {_ADVICE}"
             )
 
     @staticmethod
@@ -48,6 +58,8 @@ class Schedule:
         return tokens(steps) - tokens(steps - decay.count) if decay.count <= steps else tokens(decay.count)
 
     def factor(self, tokens: int) -> float:
+        """Factor on the peak learning rate at the end of a step, `tokens` after the start of the run."""
+        tokens += self.before
         if tokens < self._warmup:
             return tokens / self._warmup
         low = self._config.min_ratio

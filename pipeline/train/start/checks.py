@@ -17,14 +17,14 @@ from pipeline.data.preprocess.checks import known_tokenizer
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.monitor.loggers.open import check_loggers
-from pipeline.train.optim.lr_schedule import Schedule, refuse_short_duration
+from pipeline.train.optim.lr_schedule import refuse_short_duration
 from pipeline.train.rules.layout import check_layout, layout_warnings
 from pipeline.train.rules.layout_check import planned_model, planned_spec
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.start.from_mirror import check_mirror
 from pipeline.train.start.open_run import open_validation
 from pipeline.train.start.run_plan import plan_run
-from pipeline.train.start.schedule_seam import find_seam, schedule_differs
+from pipeline.train.start.schedule_seam import begin_lines, find_seam, run_schedule, schedule_differs
 from pipeline.train.start.warm_start import check_init_from
 
 
@@ -70,7 +70,9 @@ def _checkpoint(scope: TrainScope, found: Problems) -> None:
 
 
 def _schedule(scope: TrainScope, found: Problems) -> None:
-    refuse_short_duration(scope.config.train.schedule, scope.config.train.duration)
+    init_from = scope.config.train.init_from
+    if init_from is None or not (init_from.tokens or init_from.optimizer):  # else the schedule is longer than the run
+        refuse_short_duration(scope.config.train.schedule, scope.config.train.duration)
 
 
 def _conversations(scope: TrainScope, found: Problems) -> None:
@@ -111,9 +113,11 @@ def _data(scope: TrainScope, found: Problems) -> None:
     if plan.length.steps == 0:
         raise UserError(f"the run has no step ({plan.length.reason}); give it at least one")
     check_run_file(config, plan.datasets)
-    Schedule(config.train.schedule, config.train.duration, plan.length.steps, plan.journal.tokens)
+    schedule = run_schedule(config, plan.journal, plan.length.steps, checkpoint)
     open_validation(config, plan.tokenizer, check=True)
     found.warn(*plan.warnings)
+    if checkpoint is None:
+        found.warn(*begin_lines(config, schedule, plan.journal))
 
 
 def _seam(scope: TrainScope, found: Problems) -> None:

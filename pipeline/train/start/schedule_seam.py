@@ -25,11 +25,14 @@ from pipeline.data.order.journal_file import saved_journal
 from pipeline.data.order.run_length import run_length
 from pipeline.data.order.sampler import Sampler
 from pipeline.train.checkpoint.committed import UNREADABLE
+from pipeline.train.checkpoint.exported_optimizer import ExportedOptimizer
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
 from pipeline.train.optim.lr_schedule import Schedule
 
 RISE = 1.2
 """Factor from which a rise is asked about."""
+BEFORE = "schedule_tokens"
+"""Key in state.json: tokens that the schedule had behind it at the first step of the run."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,8 @@ def find_seam(config: Config, checkpoint: Checkpoint, journal: Journal, steps: i
         shape = ScheduleConfig.model_validate(state["config"]["train"]["schedule"])
         old = config.model_copy(update={"train": config.train.model_copy(update={"duration": duration})})
         planned = run_length(old, Sampler(saved)).steps
-        then = Schedule(shape, duration, planned, saved.tokens)
-        now = Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
+        now = run_schedule(config, journal, steps, checkpoint)
+        then = Schedule(shape, duration, planned, saved.tokens, now.before)
         peak = float(before["train.optimizer.lr"])
         seam = Seam(
             step + 1,
@@ -108,12 +111,63 @@ def _shown(rate: float) -> str:
     return f"{rate:.2e}"
 
 
+def run_schedule(config: Config, journal: Journal, steps: int, checkpoint: Checkpoint | None) -> Schedule:
+    """The schedule of a run, which `train.init_from` may let begin in its middle.
+
+    Args:
+        config: of the run.
+        journal: of the run.
+        steps: of the whole run.
+        checkpoint: that the run resumes from; None: it begins.
+
+    Raises:
+        UserError: the run is too short for it, or the folder that it continues the schedule of is not there.
+    """
+    before = _tokens_before(config, checkpoint)
+    return Schedule(config.train.schedule, config.train.duration, steps, journal.tokens, before)
+
+
+def _tokens_before(config: Config, checkpoint: Checkpoint | None) -> int:
+    # A checkpoint keeps them, so a run resumes without the folder that it began with.
+    if checkpoint is not None:
+        return int(checkpoint.state().get(BEFORE, 0))
+    wanted = config.train.init_from
+    if wanted is None:
+        return 0
+    if wanted.tokens is None and wanted.optimizer:
+        assert wanted.path is not None, "the section sees to it"
+        return ExportedOptimizer.open(wanted.path).tokens
+    return wanted.tokens or 0
+
+
 def planned_seam(config: Config, journal: Journal, steps: int) -> list[str]:
-    """The change where the run resumes in words, if there is one; refuses a schedule that training refuses."""
-    Schedule(config.train.schedule, config.train.duration, steps, journal.tokens)
+    """The change where the run resumes in words, if there is one; refuses a schedule that training refuses.
+
+    Of a run that begins, the place where its schedule does.
+    """
     checkpoint = Checkpoints.of_run(config.run.dir).preferred(config.resume.step)
-    seam = None if checkpoint is None else find_seam(config, checkpoint, journal, steps)
+    schedule = run_schedule(config, journal, steps, checkpoint)
+    if checkpoint is None:
+        return begin_lines(config, schedule, journal)
+    seam = find_seam(config, checkpoint, journal, steps)
     return [] if seam is None else [str(seam)]
+
+
+def begin_lines(config: Config, schedule: Schedule, journal: Journal) -> list[str]:
+    """The place where the schedule of a new run begins in words, if that is not its start.
+
+    Args:
+        config: of the run.
+        schedule: of the run.
+        journal: of the run.
+    """
+    if not schedule.before:
+        return []
+    first = config.train.optimizer.lr * schedule.factor(journal.tokens(1))
+    return [
+        f"train.schedule continues behind {schedule.before:,} tokens (train.init_from): the learning rate of step 1 is "
+        f"{_shown(first)}"
+    ]
 
 
 def schedule_differs(config: Config) -> bool:

@@ -1,4 +1,4 @@
-"""Start a new run from the weights of another one: no moments, no steps, no place in the data."""
+"""Start a new run from the weights of another one, or also its moments: no steps, no place in the data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
-from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, verified_export
+from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, named_weights, verified_export
 from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import source_point
@@ -26,8 +26,10 @@ from pipeline.train.checkpoint.tensors import stored_weights
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.decoder_spec import DecoderSpec
+from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.start.added_tokens import added_tokens, fill_added_rows
+from pipeline.train.start.optimizer_state import open_optimizer, opened_everywhere
 
 
 @dataclass
@@ -45,23 +47,27 @@ class WeightsOrigin:
         self.value = state
 
 
-def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tuple[list[str], WeightsOrigin]:
-    """Load weights alone into a model of any layout; every rank calls this.
+def warm_start(
+    config: Config, tokenizer: Tokenizer, model: ParallelModel, optimizers: Optimizers
+) -> tuple[list[str], WeightsOrigin]:
+    """Load weights into a model of any layout, and with `train.init_from.optimizer` moments; every rank calls this.
 
     Args:
         config: with train.init_from.
         tokenizer: of this run.
         model: gets the weights.
+        optimizers: get the moments.
 
     Returns:
         What was loaded, in words, and for the checkpoints.
 
     Raises:
-        UserError: there are no such weights, they are damaged, they do not fit the model, or their tokenizer is
-            another one.
+        UserError: there are no such weights or moments, they are damaged, they do not fit the model, or their
+            tokenizer is another one.
     """
     wanted = config.train.init_from
     assert wanted is not None
+    moments = opened_everywhere(config, model.spec) if wanted.optimizer else None
     if wanted.hf is not None:
         return _from_hf(wanted.hf, config, tokenizer, model)
     checkpoint = _checkpoint(wanted)
@@ -84,10 +90,19 @@ def warm_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tu
         _fill_added(export.source.tokenizer(), tokenizer, model)
         known = {"run": about["run"], "checkpoints": about["checkpoints"]}
     what = "the moving average of the weights" if weights == "ema" else "the weights"
-    first = (
-        f"warm start from {what} in {where} alone: steps, the optimizer's moments, the learning rate schedule and the "
-        "order of the data start from scratch"
-    )
+    if moments is None:
+        first = (
+            f"warm start from {what} in {where} alone: steps, the optimizer's moments, the learning rate schedule and "
+            "the order of the data start from scratch"
+        )
+    else:
+        moments.load(model, optimizers)
+        known["optimizer_step"] = moments.source.step
+        first = (
+            f"warm start from {what} and the optimizer's moments, of {moments.source.step:,} updates, in {where}: "
+            "steps and the order of the data start from scratch"
+        )
+        lines = [*lines, *moments.lines]
     origin = {"kind": "init_from", "path": str(where), "weights": weights, "time": time.time(), **known}
     return [first, *lines], WeightsOrigin(origin)
 
@@ -111,8 +126,9 @@ def check_init_from(config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> 
     if wanted.hf is not None:
         return _check_hf(wanted.hf, config, tokenizer, spec)
     path, kind = _folder(wanted), _kind(wanted)
+    moments = open_optimizer(config, spec).lines if wanted.optimizer else []
     if kind == "exported":
-        return _check_export(ExportedWeights.open(path), config, tokenizer, spec)
+        return [*_check_export(ExportedWeights.open(path), config, tokenizer, spec), *moments]
     if kind == "checkpoint":
         checkpoint = Checkpoints(path.parent).at(int(path.name.removeprefix("step-")), _sizes)
     else:
@@ -273,7 +289,7 @@ def _from_hf(
     lines = broadcast_from_rank0(lambda: _check_hf(folder, config, tokenizer, model.spec))
     found = HuggingFaceFolder(folder, vocab_multiple=model.spec.vocab_padded)
     with torch.no_grad():
-        for name, rows, others, local in local_shards(model):
+        for name, rows, others, local in local_shards(named_weights(model)):
             found.read_into(local, name, rows, *others)
     _fill_added(_base_tokenizer(found, config), tokenizer, model)
     first = (

@@ -93,7 +93,7 @@ ARGUMENTS: dict[str, Any] = {
 }
 
 
-class _OnCpu(TorchFunctionMode):
+class OnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if isinstance(kwargs.get("device"), int) or str(kwargs.get("device")).startswith("cuda"):
@@ -109,7 +109,7 @@ class _NoRandom:
         return True
 
 
-def _answer_for_a_cpu() -> None:
+def answer_for_a_cpu() -> None:
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
@@ -121,7 +121,7 @@ def _answer_for_a_cpu() -> None:
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
 
 
-def _model(arguments: dict[str, Any], tp: int, pp: int, ep: int) -> Any:
+def make_model(arguments: dict[str, Any], tp: int, pp: int, ep: int, *, trains: bool = False) -> Any:
     from megatron.core import parallel_state
     from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl  # noqa: F401, the approximation by tanh
@@ -156,7 +156,8 @@ def _model(arguments: dict[str, Any], tp: int, pp: int, ep: int) -> Any:
         hidden_dropout=0.0,
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
-        pipeline_dtype=torch.float32,
+        pipeline_dtype=torch.bfloat16 if arguments.get("bf16") else torch.float32,
+        bf16=arguments.get("bf16", False),
         use_cpu_initialization=True,
     )
     spec = get_gpt_layer_local_spec(
@@ -168,11 +169,11 @@ def _model(arguments: dict[str, Any], tp: int, pp: int, ep: int) -> Any:
     return GPTModel(
         config,
         spec,
-        vocab_size=VOCAB,
+        vocab_size=get("padded_vocab_size"),
         max_sequence_length=LENGTH,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
+        parallel_output=trains,
         share_embeddings_and_output_weights=not get("untie_embeddings_and_output_weights"),
         position_embedding_type=get("position_embedding_type"),
         rotary_base=get("rotary_base"),
@@ -191,11 +192,11 @@ def work(rank: int, world: int, out: str, case: dict[str, Any], compute: bool) -
     tp, pp, ep = (1, 1, 1) if compute else (case.get(axis, 1) for axis in ("tp", "pp", "ep"))
     arguments = {**ARGUMENTS, **KINDS[case["kind"]], **case.get("arguments", {})}
     folder = Path(out) / f"iter_{ITERATION:07d}"
-    with _OnCpu():
+    with OnCpu():
         parallel_state.initialize_model_parallel(tp, pp, expert_model_parallel_size=ep)
-        _answer_for_a_cpu()
+        answer_for_a_cpu()
         torch.manual_seed(1)
-        model = _model(arguments, tp, pp, ep)
+        model = make_model(arguments, tp, pp, ep)
         if compute:
             loaded = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(folder))
             model.load_state_dict(loaded["model"], strict=False)

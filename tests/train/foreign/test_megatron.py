@@ -66,13 +66,18 @@ def test_logits_are_those_of_megatron_core(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
 
 
-def write(folder: Path, changes: dict[str, Any] | None = None, tensors: dict[str, Any] | None = None) -> Path:
+def write(
+    folder: Path,
+    changes: dict[str, Any] | None = None,
+    tensors: dict[str, Any] | None = None,
+    common: dict[str, Any] | None = None,
+) -> Path:
     """A checkpoint of random weights with Megatron's names, written by torch alone."""
     arguments = {**ARGUMENTS, **(changes or {})}
     layers, dim, ffn = arguments["num_layers"], arguments["hidden_size"], arguments["ffn_hidden_size"]
     groups, heads, size = 2, arguments["num_attention_heads"], arguments["kv_channels"]
     shapes = {
-        "embedding.word_embeddings.weight": (256, dim),
+        "embedding.word_embeddings.weight": (arguments["padded_vocab_size"], dim),
         "decoder.layers.self_attention.linear_qkv.layer_norm_weight": (layers, dim),
         "decoder.layers.self_attention.linear_qkv.weight": (layers, (heads + 2 * groups) * size, dim),
         "decoder.layers.self_attention.linear_proj.weight": (layers, dim, heads * size),
@@ -80,7 +85,7 @@ def write(folder: Path, changes: dict[str, Any] | None = None, tensors: dict[str
         "decoder.layers.mlp.linear_fc1.weight": (layers, 2 * ffn, dim),
         "decoder.layers.mlp.linear_fc2.weight": (layers, dim, ffn),
         "decoder.final_layernorm.weight": (dim,),
-        "output_layer.weight": (256, dim),
+        "output_layer.weight": (arguments["padded_vocab_size"], dim),
     }
     generator = torch.Generator().manual_seed(1)
     state = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -88,7 +93,7 @@ def write(folder: Path, changes: dict[str, Any] | None = None, tensors: dict[str
     path = folder / "iter_0000010"
     path.mkdir(parents=True)
     dcp.save({name: each for name, each in state.items() if each is not None}, checkpoint_id=path, no_dist=True)
-    torch.save({"args": Namespace(**arguments), "iteration": 10}, path / "common.pt")
+    torch.save({"args": Namespace(**arguments), "iteration": 10, **(common or {})}, path / "common.pt")
     (path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     (folder / "latest_checkpointed_iteration.txt").write_text("10\n")
     return path

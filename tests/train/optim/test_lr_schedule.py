@@ -47,6 +47,16 @@ def test_wsd_is_flat_then_linear() -> None:
     assert factors(config, 10) == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant"])
+def test_a_schedule_continues_behind_the_tokens_of_another_run(kind: str) -> None:
+    decay = duration("400 tokens") if kind == "wsd" else None
+    config = ScheduleConfig(type=kind, warmup=duration("300 tokens"), decay=decay)  # type: ignore[arg-type]
+    whole = schedule(config, "20 steps")
+    rest = Schedule(config, duration("12 steps"), 12, lambda step: step * 100, 800)
+    for tokens in range(100, 1300, 100):
+        assert rest.factor(tokens) == whole.factor(800 + tokens)
+
+
 def test_tokens_and_steps_say_the_same() -> None:
     by_steps = ScheduleConfig(warmup=duration("10 steps"))
     by_tokens = ScheduleConfig(warmup=duration("1000 tokens"))
