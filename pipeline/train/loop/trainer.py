@@ -98,6 +98,7 @@ class Trainer:
         train = config.train.model_copy(update={"compile": self._compiles})
         self._model = build_model(config.model_copy(update={"train": train}), setup)
         self._optimizers = Optimizers(config, self._model)
+        teacher = None if plan.teacher is None else plan.teacher.load(config, setup)
         self._agreement = AgreedRequests(self._request, setup.device)
         self._work = RankWork(lambda rank: host_of(folder.path, rank))
         self._losses = WindowLosses(config, folder, setup.device)
@@ -108,6 +109,7 @@ class Trainer:
             self._optimizers,
             sources=self._loader.names,
             quantities=[self._agreement, DataHash(setup.mesh), self._work, self._losses],
+            teacher=teacher,
         )
         state = (self._model, self._optimizers, self._stepper.ema)
         self._saver = Saver(config, setup, plan, folder, watchdog, *state, console)
