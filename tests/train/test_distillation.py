@@ -163,7 +163,7 @@ def test_a_resumed_run_is_the_straight_one(root: Path, donor: Path, teacher: Pat
         assert column(straight, name) == column(split, name)
     more = "train.duration=9 steps"
     for override, words in (
-        ("train.distill=null", "train.distill: {teacher: "),
+        ("train.distill=null", "train.distill: {dtype: bf16, teacher: "),
         ("train.distill.weight=0", "-> none"),
         ("train.distill.weight=0.5", "train.distill.weight: 0.9 -> 0.5"),
         ("train.distill.dtype=fp32", "train.distill.dtype: bf16 -> fp32"),

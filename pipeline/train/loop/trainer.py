@@ -115,7 +115,7 @@ class Trainer:
         self._saver = Saver(config, setup, plan, folder, watchdog, *state, console)
         describe = lambda step: self._loader.describe(step)  # noqa: E731, PLW0108, a rewind replaces the loader
         self._faults = Faults(config.train.faults, folder, self._saver, describe, console)
-        self._rows = StepMetrics(config, setup, folder, console, watchdog.stopped, self._stepper.quantities)
+        self._rows = StepMetrics(config, setup, folder, console, watchdog.stopped, self._stepper.quantities, teacher)
         self._metrics = Metrics([])
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"

@@ -94,7 +94,11 @@ def check_teacher_layout(config: Config, world_size: int, name: str) -> None:
     Raises:
         UserError: It cannot.
     """
-    layout = resolve(config.parallel, world_size)
+    experts = any(part.stacks for part in parts_of(config))
+    # Without experts there is nothing to deal, and the places of those of the model are as good as any others.
+    parallel = config.parallel if experts else config.parallel.model_copy(update={"ep": 1})
+    config = config.model_copy(update={"parallel": parallel})
+    layout = resolve(parallel, world_size)
     if messages := [message for rule in RULES if not rule.of_training for message in rule.check(config, layout)]:
         lines = "".join(f"\n  {message}" for message in messages)
         raise UserError(f"{name} cannot be laid out as the model is ({layout}), where its keys are meant:{lines}")

@@ -106,6 +106,7 @@ def plan_run(
         known if teacher is None else teacher.identity,
     )
     warnings = unused_weights(config, {name: dataset.manifest for name, dataset in datasets.items()})
+    warnings += [] if teacher is None else teacher.warnings
     if checkpoint is not None and saved is not None:
         warnings += [
             f"allowed difference from the checkpoint: {line}"

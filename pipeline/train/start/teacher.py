@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from pipeline.common.errors import UserError
 from pipeline.common.hashing import file_hash, value_hash
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
+from pipeline.config.weights import WeightsConfig
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
@@ -68,17 +70,41 @@ class _Described:
     """The longest context that its settings speak of."""
 
 
-def planned_teacher(config: Config) -> tuple[Config, DecoderSpec] | None:
+def planned_teacher(config: Config, vocab_size: int) -> tuple[Config, DecoderSpec] | None:
     """Config and specification of the teacher, for which no weight is read; None without one.
+
+    Args:
+        config: of the run.
+        vocab_size: of the run's model, which the teacher has to have.
 
     Raises:
         UserError: there is no teacher where the run file says.
     """
-    if config.train.teacher is None:
+    settings = config.train.teacher
+    if settings is None:
         return None
-    found = _described(config)
-    changed = teacher_config(config, found.model)
-    return changed, _spec(changed, found)
+    model = _model_named(settings.teacher.model_dump_json(), config.model.vocab_multiple)
+    model = model.model_copy(update={"vocab_size": None})
+    changed = teacher_config(config, model)
+    return changed, decoder_spec(changed.model, vocab_size, changed.max_positions)
+
+
+@lru_cache(maxsize=16)
+def _model_named(wanted: str, vocab_multiple: int) -> ModelConfig:
+    """The `model:` of a teacher; plans of many layouts ask for the same one.
+
+    Args:
+        wanted: the section that names it, as JSON.
+        vocab_multiple: of the run's model.
+    """
+    section = WeightsConfig.model_validate_json(wanted)
+    if section.hf is not None:
+        return HuggingFaceFolder(section.hf, vocab_multiple=vocab_multiple).model
+    place = WeightsPlace(section, _KEY)
+    checkpoint = place.checkpoint()
+    if checkpoint is None:
+        return _model(ExportedWeights.open(place.path, _KEY).about["fingerprints"]["model"], place.path)
+    return _model(checkpoint.state()["fingerprints"]["model"], checkpoint.path)
 
 
 def check_teacher(config: Config, tokenizer: Tokenizer, processes: int) -> list[str]:
@@ -118,8 +144,9 @@ def check_teacher(config: Config, tokenizer: Tokenizer, processes: int) -> list[
     check_teacher_layout(changed, processes, f"{_KEY}: {where}")
     check_fit(found.shapes, spec, where, _KEY, "set model.vocab_multiple to the teacher's, or take another teacher")
     if found.tokenizer is None:
-        return [f"warning: {_KEY}: the tokenizer of {where} is not known; check that it is this run's"]
-    return tokenizer_difference(found.tokenizer, config, tokenizer, where, _KEY)
+        return [f"{_KEY}: the tokenizer of {where} is not known; check that it is this run's"]
+    lines = tokenizer_difference(found.tokenizer, config, tokenizer, where, _KEY)
+    return [line.removeprefix("warning: ") for line in lines]
 
 
 def open_teacher(config: Config) -> TeacherWeights | None:
