@@ -181,12 +181,14 @@ def test_what_does_not_fit_is_refused_by_name(root: Path, donor: Path, teacher: 
     run_of = f"train.distill.teacher.path={donor}"
     other = tmp_path / "other"
     other.mkdir()
-    preprocess(load(tiny.write_run(other, {"tokenizer.train": {"vocab_size": 280}})))
+    tiny.write_corpus(other / "sea", seed=7)
+    tiny.write_corpus(other / "land", seed=8)
+    (other / "land" / "000.txt").write_text("the quick brown fox jumps over lazy dogs. " * 20)
+    preprocess(load(tiny.write_run(other)))
     foreign = train(other, "foreign")
     for keys, words in (
         ((f"train.distill.teacher.hf={teacher}",), "310 tokens with logits, and this run's"),
-        ((f"train.distill.teacher.path={foreign}",), "tokens with logits"),
-        ((f"train.distill.teacher.path={foreign}", "model.vocab_size=280"), "vocab"),
+        ((f"train.distill.teacher.path={foreign}",), "were trained with another tokenizer"),
         ((f"train.distill.teacher.path={root / 'none'}",), "train.distill.teacher.path: there is no folder"),
         ((f"train.distill.teacher.hf={root}",), "has no config.json"),
         ((run_of, "train.distill.teacher.step=7"), "7"),
