@@ -20,8 +20,14 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.train.checkpoint import export
 from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.distributed.layout import Layout
+from pipeline.train.host.devices import DEVICES
 from pipeline.train.loop.step import Stepper
+from pipeline.train.model.flops import extra_flops, num_parameters
+from pipeline.train.parallel.step_shapes import step_shapes
 from pipeline.train.parallel.tested import OF_EXPERTS, OVERLAPPED, TESTED, WITHIN_LAYERS
+from pipeline.train.planning.teacher import TeacherPlan
+from pipeline.train.rules.layout_check import planned_spec
 from pipeline.train.run.folder import read_metrics
 from tests import tiny
 from tests.tiers import first
@@ -213,6 +219,24 @@ def test_a_damaged_teacher_is_refused(root: Path, donor: Path, tmp_path: Path) -
     path = copy / "checkpoints" / "step-00000008"
     code, out = start(root, "damaged", f"train.distill.teacher.path={path}")
     assert code == 2 and file.name in out, out
+
+
+def test_a_plan_prices_the_teacher(root: Path, donor: Path) -> None:
+    """Two FLOPs per weight of its matrices besides what training takes, and two bytes per weight."""
+    config = load(root / "run.yaml", [f"train.distill.teacher.path={donor}", "model.document_attention=true"])
+    spec = planned_spec(config)
+    found = TeacherPlan.of(config, spec)
+    assert found is not None and found.spec.dim == 48 and len(found.spec.layers) == 1
+    shape = step_shapes(config, 1)[0]
+    layer = sum(matrix.elements for matrix in found.spec.layers[0].matrices.values())
+    scores = extra_flops(found.spec.layers[0], shape.stream, causal=False)
+    assert found.flops(shape, causal=False) == pytest.approx(2 * (layer + 48 * spec.vocab_size) + scores)
+    weights, tokens = 2 * num_parameters(found.spec), 2 * 32
+    logits = tokens * spec.vocab_padded * (2 + 3 * 4)
+    assert found.bytes(Layout(), shape) == weights + 2 * tokens * 48 + logits
+    halved = found.bytes(Layout(dp_shard=2), shape)
+    assert halved == weights // 2 + 2 * 48 * (2 * spec.vocab_padded + 1) + 2 * tokens * 48 + logits
+    assert found.seconds(Layout(), shape, DEVICES["h100"]) > 0
 
 
 ROWS = {row.name: row for row in (*TESTED, *WITHIN_LAYERS, *OVERLAPPED, *OF_EXPERTS)}

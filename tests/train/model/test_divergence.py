@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.train.model.loss import DeferredLogits, Distillation, TokenLosses
+from pipeline.train.model.loss import DeferredLogits, Distillation, TokenLosses, divergence
 from tests.train.model.test_chunked_loss import POSITIONS, SAMPLES, criterion, head, stream
 from tests.train.models import VOCAB
 
@@ -80,3 +80,20 @@ def test_a_logit_that_is_not_finite_is_seen() -> None:
             x[0, 0, 0] = bad
         result = module(x, module.weight, replace(criterion(None), distillation=Distillation(teacher(), 1.0, 1.0)))
         assert result.divergence_BS[0, 0].isnan() and result.divergence_BS[1:].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_computes_the_closed_form(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits, theirs = (torch.randn(1, 300, 32_000, device="cuda").mul(4).to(dtype) for _ in range(2))
+    logits.requires_grad_()
+    targets = torch.randint(0, 32_000, (1, 300), device="cuda")
+    found, _ = divergence(logits, theirs, targets, 1.5)
+    exact = logits.detach().double().requires_grad_()
+    p, q = ((each.double() / 1.5).log_softmax(-1) for each in (theirs, exact))
+    wanted = F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(found, wanted.float(), rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found.sum(), logits)
+    (exact_gradient,) = torch.autograd.grad(wanted.sum(), exact)
+    torch.testing.assert_close(gradient, exact_gradient.to(dtype))
