@@ -74,7 +74,9 @@ class ResumeConfig(Section):
     from. `pipeline train --from-mirror` sets it."""
     verify_on_load: Literal["full", "size"] = "full"
     """`full` reads every file of the checkpoint and compares its hash; `size` compares only names and sizes."""
-    allow: list[Literal["data", "tokenizer", "objective", "model", "code", "schedule"]] = Field(default_factory=list)
+    allow: list[Literal["data", "tokenizer", "objective", "model", "distill", "code", "schedule"]] = Field(
+        default_factory=list
+    )
     """Differences to accept, by name; otherwise each is an error that shows the difference. `schedule`: a changed
     schedule whose learning rate rises at the resume."""
 

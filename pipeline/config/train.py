@@ -22,6 +22,7 @@ from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.objective import MixedObjectiveConfig
 from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
+from pipeline.config.weights import DistillConfig, InitFromConfig
 
 
 class MuonConfig(Section):
@@ -338,36 +339,6 @@ class EmaConfig(Section):
     """Decay of the average per step: the weight of its old value."""
 
 
-class InitFromConfig(Section):
-    """Weights that a new run starts from. Steps and data begin anew, and so do moments and schedule by default."""
-
-    path: DataPath | None = None
-    """A run folder, a checkpoint's folder, or one that `pipeline checkpoint export` or `average`, or `pipeline convert
-    from-hf` wrote."""
-    hf: DataPath | None = None
-    """Instead of `path`: the folder of a downloaded Hugging Face model."""
-    step: int | None = Field(default=None, ge=0)
-    """Checkpoint of a run folder, by its step; by default the newest one."""
-    weights: Literal["model", "ema"] = "model"
-    """The weights that were trained, or their moving average."""
-    optimizer: bool = False
-    """Load AdamW's moments and count of steps, too, from a folder that `pipeline convert from-megatron --optimizer`
-    wrote."""
-    tokens: Count | None = None
-    """Tokens that `train.schedule` has behind it at the first step: it continues there, and a warm-up of fewer tokens
-    is not repeated. By default those of the folder with `optimizer: true`, else 0."""
-
-    @model_validator(mode="after")
-    def _one_place(self) -> InitFromConfig:
-        if (self.path is None) == (self.hf is None):
-            raise ValueError("give exactly one of path and hf (a Hugging Face model's folder)")
-        if self.hf is not None and (self.step is not None or self.weights != "model"):
-            raise ValueError("a Hugging Face model has one set of weights: remove step and weights")
-        if self.optimizer and (self.hf is not None or self.weights != "model"):
-            raise ValueError("optimizer: true needs path and weights: model; other weights have no moments")
-        return self
-
-
 class ProfileConfig(Section):
     """Profiles of time and memory in some steps: files in `profile/attempt-NNNN` of the run folder."""
 
@@ -476,10 +447,17 @@ class TrainConfig(Section):
     """Moving average of the weights."""
     init_from: InitFromConfig | None = None
     """Weights to start from, where there is no checkpoint to resume from."""
+    distill: DistillConfig | None = None
+    """Distillation from a teacher."""
     metrics: MetricsConfig = MetricsConfig()
     """Metrics."""
     profile: ProfileConfig | None = None
     """Traces of some steps."""
+
+    @property
+    def teacher(self) -> DistillConfig | None:
+        """`distill` where the teacher has a part in the loss."""
+        return self.distill if self.distill is not None and self.distill.weight else None
 
     @model_validator(mode="after")
     def _exported_average(self) -> TrainConfig:

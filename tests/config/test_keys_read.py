@@ -205,6 +205,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         [
             f"run.dir={tmp_path / 'warm'}",
             f"train.init_from.path={first.run.dir}",
+            f"train.distill.teacher.path={first.run.dir}",
             "train.duration=2 steps",
             "train.checkpoint.export={every_steps: 1, keep: 1}",
         ],

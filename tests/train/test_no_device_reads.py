@@ -39,6 +39,7 @@ from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import parallelize
 from pipeline.train.parallel.setup import Setup
+from pipeline.train.parallel.teacher import Teacher, build_teacher, teacher_config
 from pipeline.train.planning.fake import fake_mesh
 from pipeline.train.run.folder import RunFolder
 from pipeline.train.run.stop_requests import StopRequest
@@ -75,6 +76,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
     "fsdp2": ({}, {}, Layout(dp_shard=2)),
     "hsdp, documents": ({"document_attention": True}, {}, Layout(dp_replicate=2, dp_shard=2)),
     "tp2": ({}, {"metrics": {"layers_every_steps": 1}}, Layout(tp=2)),
+    "taught": (
+        {"document_attention": True},
+        {"distill": {"teacher": {"hf": "/nowhere"}, "temperature": 2.0}, "loss": {"chunk_tokens": 8}},
+        Layout(dp_shard=2),
+    ),
+    "taught, tp2": ({}, {"distill": {"teacher": {"hf": "/nowhere"}}}, Layout(tp=2)),
     "cp2": ({}, {}, Layout(cp=2)),
 }
 
@@ -96,15 +103,20 @@ def issue(
     # On the host, where everybody may read them.
     starts = torch.tensor([0, 5, LENGTH, LENGTH + 3], dtype=torch.int32)
     with fake_mesh(layout, 0) as mesh:
-        model = parallelize(config, Setup(META, mesh, spec))
+        model, teacher = parallelize(config, Setup(META, mesh, spec)), None
+        if (distill := config.train.teacher) is not None:
+            frozen = build_teacher(teacher_config(config, config.model), Setup(META, mesh, spec))
+            teacher = Teacher(distill, frozen)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model.whole.to_empty(device=device)
+            if teacher is not None:
+                frozen.whole.to_empty(device=device)
             agreement = AgreedRequests(lambda: StopRequest(False, False), device)
             folder = cast(RunFolder, SimpleNamespace(path=Path("/nowhere"), attempt=1))
             windows = WindowLosses(config, folder, device)
             more = [agreement, DataHash(mesh), RankWork(lambda rank: None), windows]
             setup, optimizers = Setup(device, mesh, spec), Optimizers(config, model)
-            stepper = Stepper(config, setup, model, optimizers, sources=["a", "b"], quantities=more)
+            stepper = Stepper(config, setup, model, optimizers, sources=["a", "b"], quantities=more, teacher=teacher)
             change(stepper)
             for step in range(2):
                 ids, size = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64), (SAMPLES, LENGTH)
@@ -152,7 +164,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.first(3)
-@pytest.mark.parametrize("case", ["spikes, average, observed", "fp16", "dropout", "hsdp, documents", "tp2"])
+@pytest.mark.parametrize("case", ["spikes, average, observed", "fp16", "dropout", "hsdp, documents", "tp2", "taught"])
 def test_a_step_has_everything_on_its_device(accelerated: None, case: str) -> None:
     """Forward, backward and update, the batches sent by the step; where an attention is in tiles, these are a CPU's."""
     result = issue(case, device=META)

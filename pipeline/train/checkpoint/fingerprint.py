@@ -40,21 +40,31 @@ LATER_KEYS = (
 key is left out, so the default has to compute what those versions computed."""
 
 
-def fingerprints(config: Config, datasets: Mapping[str, str | dict[str, str]], tokenizer: str) -> Fingerprints:
+def fingerprints(
+    config: Config, datasets: Mapping[str, str | dict[str, str]], tokenizer: str, teacher: str | None = None
+) -> Fingerprints:
     """The aspects of a run that decide what its steps compute, but for the order of the data.
 
     Args:
         config: resolved config.
         datasets: source name -> fingerprint of its training split; a pair if a run reads what was added since it began.
         tokenizer: fingerprint of the tokenizer.
+        teacher: hash of the teacher's files; None: there is no teacher, or it is not known.
     """
     return {
         "data": dict(datasets),
         "tokenizer": tokenizer,
         "objective": objective_fingerprint(config),
         "model": model_fingerprint(config),
+        "distill": distillation_fingerprint(config, teacher),
         "code": numerics_version(config),
     }
+
+
+def distillation_fingerprint(config: Config, teacher: str | None) -> dict[str, Any] | None:
+    """The values that decide a teacher's part in the loss; None where it has none."""
+    settings = config.train.teacher
+    return None if settings is None else {"teacher": teacher, **settings.model_dump(mode="json", exclude={"teacher"})}
 
 
 def numerics_version(config: Config) -> str:
@@ -214,6 +224,8 @@ def _numbers(release: Any) -> list[int]:
 
 def _differences_of(aspect: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     """`differences` of an aspect, with names that are keys of the run file where it has them."""
+    if aspect == "distill":
+        return differences("train.distill", old, new)
     if aspect != "objective":
         return differences(aspect, old, new)
     of_run = [{**(each or {})} for each in (old, new)]

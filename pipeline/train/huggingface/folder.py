@@ -83,6 +83,11 @@ class HuggingFaceFolder(ForeignModel):
         return loss_hint(self.family, self.values, self.model)
 
     @property
+    def files(self) -> list[str]:
+        """Names of the files that decide what it computes."""
+        return [CONFIG_FILE, *self._weight_files()]
+
+    @property
     def positions(self) -> int:
         """The longest context that config.json speaks of, in tokens."""
         key, default = self.family.positions

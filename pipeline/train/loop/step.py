@@ -17,7 +17,7 @@ from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.host.host_copy import HostCopy, to_device
 from pipeline.train.host.trace_spans import span
 from pipeline.train.loop.quantities.layers import Observer
-from pipeline.train.loop.quantities.losses import DepthLosses, SourceLosses, WeightedLoss
+from pipeline.train.loop.quantities.losses import DepthLosses, SourceLosses, TeacherLosses, WeightedLoss
 from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.loop.quantities.routing import Balance
 from pipeline.train.model.context import Ahead, Context, make_context
@@ -32,6 +32,7 @@ from pipeline.train.parallel.context import sequence_shard
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import build_runner
 from pipeline.train.parallel.setup import Setup
+from pipeline.train.parallel.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ class Stepper:
         optimizers: of its parameters.
         sources: names of the loader's sources.
         quantities: what is measured besides losses, routing and statistics of layers, in the same order on all ranks.
+        teacher: of a distillation.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class Stepper:
         *,
         sources: Sequence[str],
         quantities: Sequence[Quantity] = (),
+        teacher: Teacher | None = None,
     ) -> None:
         train, precision, device = config.train, config.train.precision, setup.device
         self._config = config
@@ -94,7 +97,7 @@ class Stepper:
         self._model = model
         self._optimizers = optimizers
         self._gradients = Gradients(model, setup.mesh)
-        self.runner = build_runner(config, setup, model)
+        self.runner = build_runner(config, setup, model, teacher)
         self.loss_scale = LossScale(precision.loss_scale, device) if precision.compute == "fp16" else None
         self.spikes = SpikeGuard(train.faults, device) if train.faults.on_spike != "ignore" else None
         self.ema = Ema(train.ema, model) if train.ema else None
@@ -109,6 +112,7 @@ class Stepper:
         self.quantities: list[Quantity] = [*quantities, self._losses, DepthLosses(device), WeightedLoss(device)]
         self.quantities += [] if self._balance is None else [self._balance]
         self.quantities.append(self._observer)
+        self.quantities += [] if teacher is None else [TeacherLosses(device)]
 
     def step(self, data: StepData, lr: float) -> StepResult:
         """Train on a global batch.

@@ -23,6 +23,7 @@ from pipeline.train.monitor.memory import memory_used
 from pipeline.train.monitor.metrics import peak_flops
 from pipeline.train.monitor.straggler import WallClock
 from pipeline.train.parallel.setup import Setup
+from pipeline.train.parallel.teacher import Teacher
 from pipeline.train.run.folder import RunFolder
 
 
@@ -59,6 +60,7 @@ class StepMetrics:
         console: where rank 0 prints warnings that follow from the numbers of a step.
         stopped: seconds in which this process was stopped so far.
         quantities: of the step, which are asked for warnings.
+        teacher: of a distillation, whose forward pass is among the FLOPs of a step.
     """
 
     def __init__(
@@ -69,9 +71,10 @@ class StepMetrics:
         console: Console,
         stopped: Callable[[], float],
         quantities: Sequence[Quantity],
+        teacher: Teacher | None = None,
     ) -> None:
         self._spec, self._folder, self._console = setup.spec, folder, console
-        self._quantities = quantities
+        self._quantities, self._teacher = quantities, teacher
         self.hardware = HardwareWatch(folder, process_group.of_environment(), config.train.metrics.hardware_seconds)
         peak = peak_flops(setup.device, config.train.precision.compute)
         self._device = setup.device
@@ -107,7 +110,7 @@ class StepMetrics:
             values["hardware_errors"] = sum(rise.by for rise in grave)
             values["hardware_corrected"] = sum(rise.by for rise in rises if rise.minor)
         tokens, stream = sum(issued.data.tokens_by_source.values()), issued.stream
-        flops, causal_flops = (flops_per_token(self._spec, stream, causal=causal) for causal in (False, True))
+        flops, causal_flops = (self._flops(stream, causal=causal) for causal in (False, True))
         return {
             **self.head(step),
             **place(loader, issued.data),
@@ -118,6 +121,11 @@ class StepMetrics:
             **self.wall.suspended(),
             "memory": memory_used(self._device),
         }
+
+    def _flops(self, stream: StreamShape, *, causal: bool) -> float:
+        """FLOPs of a token; of a teacher those of its forward pass, a third of training."""
+        own = flops_per_token(self._spec, stream, causal=causal)
+        return own if self._teacher is None else own + flops_per_token(self._teacher.spec, stream, causal=causal) / 3
 
 
 def place(loader: Loader, data: StepData) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class Trainer:
         train = config.train.model_copy(update={"compile": self._compiles})
         self._model = build_model(config.model_copy(update={"train": train}), setup)
         self._optimizers = Optimizers(config, self._model)
+        teacher = None if plan.teacher is None else plan.teacher.load(config, setup)
         self._agreement = AgreedRequests(self._request, setup.device)
         self._work = RankWork(lambda rank: host_of(folder.path, rank))
         self._losses = WindowLosses(config, folder, setup.device)
@@ -108,12 +109,13 @@ class Trainer:
             self._optimizers,
             sources=self._loader.names,
             quantities=[self._agreement, DataHash(setup.mesh), self._work, self._losses],
+            teacher=teacher,
         )
         state = (self._model, self._optimizers, self._stepper.ema)
         self._saver = Saver(config, setup, plan, folder, watchdog, *state, console)
         describe = lambda step: self._loader.describe(step)  # noqa: E731, PLW0108, a rewind replaces the loader
         self._faults = Faults(config.train.faults, folder, self._saver, describe, console)
-        self._rows = StepMetrics(config, setup, folder, console, watchdog.stopped, self._stepper.quantities)
+        self._rows = StepMetrics(config, setup, folder, console, watchdog.stopped, self._stepper.quantities, teacher)
         self._metrics = Metrics([])
         # A device has its queue; without one, waiting for the next step would only delay what is known.
         self._runs_ahead = setup.device.type != "cpu"

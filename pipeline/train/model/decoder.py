@@ -23,7 +23,7 @@ from pipeline.train.model.kernels.attention_mask import AttentionMask, Kernel, P
 from pipeline.train.model.kernels.biased import Biased
 from pipeline.train.model.kernels.recurrence.base import PLAIN
 from pipeline.train.model.kernels.sdpa import Sdpa
-from pipeline.train.model.loss import TokenLosses
+from pipeline.train.model.loss import DeferredLogits, TokenLosses
 from pipeline.train.model.mixers.recomputed import InputCache
 from pipeline.train.model.mixers.sequence import SequencePieces
 from pipeline.train.model.mtp import MtpLayer, joined, losses_of_all
@@ -133,7 +133,7 @@ class Decoder(nn.Module):
         """Layers, and the blocks of multi-token prediction."""
         return [*(cast(Block, block) for block in self.layers.values()), *(each.layer for each in self.mtp_layers)]
 
-    def forward(self, x: Tensor, context: Context) -> Tensor | TokenLosses:
+    def forward(self, x: Tensor, context: Context) -> Tensor | TokenLosses | DeferredLogits:
         """The part's output for its input, see `ModelPart`; logits of the vocabulary's padding are -inf.
 
         Where the context has a criterion, the last part gives the losses in place of the logits. Of an encoder-decoder
@@ -183,7 +183,7 @@ class Decoder(nn.Module):
                 for layer, embedded, of_layer in zip(self.mtp_layers, ahead, contexts[len(self.layers) :], strict=True):
                     streams.append(layer(embedded, streams[-1], of_layer))
                 return losses_of_all(self.head, streams, weight, context.criterion, context.ahead)
-            losses_or_logits: Tensor | TokenLosses = self.head(x, weight, criterion, predicted_BK)
+            losses_or_logits: Tensor | TokenLosses | DeferredLogits = self.head(x, weight, criterion, predicted_BK)
             if encoder and isinstance(losses_or_logits, TokenLosses):
                 losses = F.pad(losses_or_logits.loss_BS, (encoder, 0))
                 return losses_or_logits._replace(loss_BS=losses)

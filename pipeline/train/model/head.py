@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import cast
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pipeline.train.model.decoder_spec import DecoderSpec
-from pipeline.train.model.loss import Criterion, TokenLosses, criterion_loss
+from pipeline.train.model.loss import Criterion, DeferredLogits, TokenLosses, criterion_loss
 from pipeline.train.model.norm import build_norm
 
 
@@ -26,6 +27,8 @@ class Head(nn.Module):
         self.spec = spec
         self.first_row = 0
         """Token id of the weight's first row."""
+        self.defers = False
+        """True for a teacher: `DeferredLogits` in place of logits."""
         if not spec.tie_embeddings:
             self.weight = nn.Parameter(torch.empty(spec.vocab_padded, spec.dim))
             nn.init.normal_(self.weight, std=0.02)
@@ -41,12 +44,14 @@ class Head(nn.Module):
         weight_VD: Tensor,
         criterion: Criterion | None = None,
         predicted_BK: Tensor | None = None,
-    ) -> Tensor | TokenLosses:
+    ) -> Tensor | TokenLosses | DeferredLogits:
         """[B, S, D] and [V, D] -> logits [B, S, V] in the type of the weight, or the loss of a criterion.
 
         With a criterion and predicted positions only those are computed; at the others losses are 0.
         """
         bias_V = _own_part(self.bias) if self.spec.head_bias else None
+        if self.defers:
+            return DeferredLogits(self._transformed(x_BSD), partial(self._logits, weight_VD=weight_VD, bias_V=bias_V))
         if criterion is None:
             return self._logits(self._transformed(x_BSD), weight_VD, bias_V)
         if predicted_BK is None:

@@ -26,6 +26,32 @@ class VocabShard:
 
 
 @dataclass(frozen=True)
+class DeferredLogits:
+    """Logits of a micro-batch that do not exist yet: a frozen teacher's, which the loss makes chunk by chunk."""
+
+    x_BSD: Tensor
+    """Input of the matrix that makes them, without a gradient."""
+    make: Callable[[Tensor], Tensor]
+    """Some of the input, [B, S, D] -> logits [B, S, V]."""
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """The teacher's part of a criterion: Kullback-Leibler divergence from it (Hinton et al. 2015)."""
+
+    teacher: DeferredLogits
+    weight: float
+    """Share of the divergence; the cross entropy has the rest."""
+    temperature: float
+    """Divisor of both models' logits in the divergence, which is multiplied by its square."""
+
+    def piece(self, piece: slice) -> Distillation:
+        """Those positions alone of all rows, one after the other, that a chunk has."""
+        x_1CD = self.teacher.x_BSD.flatten(0, 1)[None, piece]
+        return replace(self, teacher=replace(self.teacher, x_BSD=x_1CD))
+
+
+@dataclass(frozen=True)
 class Criterion:
     """Targets and weights of a micro-batch."""
 
@@ -38,9 +64,12 @@ class Criterion:
     """See `token_loss`, both."""
     chunk_tokens: int | None = None
     """Tokens whose logits exist at once; None: all of them."""
+    distillation: Distillation | None = None
+    """The teacher's part; None: targets alone count."""
 
     def at(self, predicted_BK: Tensor) -> Criterion:
         """Criterion of some positions alone."""
+        assert self.distillation is None, "rules refuse a teacher for objectives that predict some positions"
         targets_BK, weight_BK = (x.gather(1, predicted_BK) for x in (self.targets_BS, self.weight_BS))
         return replace(self, targets_BS=targets_BK, weight_BS=weight_BK)
 
@@ -54,6 +83,10 @@ class TokenLosses(NamedTuple):
     """Cross entropy of every token, fp32, without a gradient."""
     of_depths: tuple[Tensor, ...] = ()
     """The same of each depth of multi-token prediction, where it is trained."""
+    divergence_BS: Tensor | None = None
+    """Divergence of every token from the teacher, fp32, without a gradient; None: there is no teacher."""
+    teacher_BS: Tensor | None = None
+    """The teacher's cross entropy of every token, likewise."""
 
 
 Logits = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -79,8 +112,14 @@ def criterion_loss(
     size = criterion.chunk_tokens
     if size is None or size >= criterion.targets_BS.numel():
         return _whole_loss(head, x_BSD, weight_VD, bias_V, criterion)
-    total, loss_BS = _ChunkedLoss.apply(x_BSD, weight_VD, bias_V, head, criterion)  # type: ignore[no-untyped-call]
-    return TokenLosses(total, loss_BS)
+    total, *by_token = _ChunkedLoss.apply(x_BSD, weight_VD, bias_V, head, criterion)  # type: ignore[no-untyped-call]
+    return _token_losses(total, *by_token)
+
+
+def _token_losses(
+    total: Tensor, loss_BS: Tensor, divergence_BS: Tensor | None = None, teacher_BS: Tensor | None = None
+) -> TokenLosses:
+    return TokenLosses(total, loss_BS, (), divergence_BS, teacher_BS)
 
 
 def _whole_loss(
@@ -88,7 +127,17 @@ def _whole_loss(
 ) -> TokenLosses:
     logits_BSV = head(x_BSD, weight_VD, bias_V)
     loss_BS, objective_BS = token_loss(logits_BSV, criterion.targets_BS, criterion.z_loss, criterion.shard)
-    return TokenLosses((objective_BS * criterion.weight_BS).sum(), loss_BS.detach())
+    distillation = criterion.distillation
+    if distillation is None:
+        return TokenLosses((objective_BS * criterion.weight_BS).sum(), loss_BS.detach())
+    with torch.no_grad():
+        theirs_BSV = distillation.teacher.make(distillation.teacher.x_BSD)
+    share, temperature = distillation.weight, distillation.temperature
+    divergence_BS, teacher_BS = divergence(logits_BSV, theirs_BSV, criterion.targets_BS, temperature, criterion.shard)
+    # The z-loss stays whole.
+    objective_BS = objective_BS - share * loss_BS + share * temperature**2 * divergence_BS
+    total = (objective_BS * criterion.weight_BS).sum()
+    return _token_losses(total, loss_BS.detach(), divergence_BS.detach(), teacher_BS)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -97,20 +146,21 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, head: Logits, criterion: Criterion
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         x_ND, size = x_BSD.flatten(0, 1), cast(int, criterion.chunk_tokens)
         wanted = any(ctx.needs_input_grad)
         gradient_ND = torch.empty_like(x_ND) if wanted else None
         of_head = [weight_VD] if bias_V is None else [weight_VD, bias_V]
         # In fp32, as one matrix product over all tokens sums up.
         gradients = [torch.zeros_like(x, dtype=torch.float32) for x in of_head if wanted]
-        total, losses = x_BSD.new_zeros((), dtype=torch.float32), []
+        total, losses, distillation = x_BSD.new_zeros((), dtype=torch.float32), [], criterion.distillation
         for first in range(0, len(x_ND), size):
             piece = slice(first, first + size)
             part = replace(
                 criterion,
                 targets_BS=criterion.targets_BS.flatten()[None, piece],
                 weight_BS=criterion.weight_BS.flatten()[None, piece],
+                distillation=None if distillation is None else distillation.piece(piece),
             )
             with torch.set_grad_enabled(wanted):
                 inputs = [x_ND[None, piece].detach(), *(x.detach() for x in of_head)]
@@ -124,13 +174,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 for of_all, of_piece in zip(gradients, others, strict=True):
                     of_all.add_(of_piece)
             total += result.total.detach()
-            losses.append(result.loss_BS[0])
+            by_token = (result.loss_BS, result.divergence_BS, result.teacher_BS)
+            losses.append([x[0] for x in by_token if x is not None])
         if gradient_ND is not None:
             in_types = [gradient.to(x.dtype) for gradient, x in zip(gradients, of_head, strict=True)]
             ctx.save_for_backward(gradient_ND.view_as(x_BSD), *in_types)
-        loss_BS = torch.cat(losses).view_as(criterion.targets_BS)
-        ctx.mark_non_differentiable(loss_BS)
-        return total, loss_BS
+        whole = [torch.cat(pieces).view_as(criterion.targets_BS) for pieces in zip(*losses, strict=True)]
+        ctx.mark_non_differentiable(*whole)
+        return total, *whole
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -203,3 +254,80 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         gradient_NV.mul_((loss_N + log_z_N)[:, None])
         gradient_NV.scatter_add_(1, column_N[:, None], loss_N.neg().masked_fill(~own_N, 0)[:, None])
         return gradient_NV.to(logits_NV.dtype), None, None
+
+
+def divergence(
+    logits_BSV: Tensor, teacher_BSV: Tensor, targets_BS: Tensor, temperature: float, shard: VocabShard | None = None
+) -> tuple[Tensor, Tensor]:
+    """Kullback-Leibler divergence KL(teacher || student) of every token over the whole vocabulary, in fp32.
+
+    Args:
+        logits_BSV: of the student, in any float dtype; padded vocabulary columns are -inf.
+        teacher_BSV: of the teacher, likewise; no gradient comes to them.
+        targets_BS: int64 ids.
+        temperature: divisor of both.
+        shard: as in `token_loss`; both have the same columns then.
+
+    Returns:
+        The divergence [B, S] in nats, and the teacher's cross entropy of the targets [B, S], at temperature 1 and
+        without a gradient.
+    """
+    results = _Divergence.apply(
+        logits_BSV.flatten(0, 1), teacher_BSV.flatten(0, 1), targets_BS.flatten(), temperature, shard
+    )  # type: ignore[no-untyped-call]
+    first, second = (cast(Tensor, result).view_as(targets_BS) for result in results)
+    return first, second
+
+
+class _Divergence(torch.autograd.Function):
+    """See `divergence`. With a shard one all-reduce of [2, N] and one of [4 or 5, N] fp32 forward, none backward.
+
+    With p and q for teacher and student, the divergence is the sum over columns of p (log p - log q), and its gradient
+    q - p over the temperature. Both are sums and differences of columns, so that each rank computes those of its own.
+    Where both have the same logits, both are exactly 0: they are computed alike.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: Tensor,
+        teacher_NV: Tensor,
+        targets_N: Tensor,
+        temperature: float,
+        shard: VocabShard | None,
+    ) -> tuple[Tensor, Tensor]:
+        student, teacher = logits_NV.float() / temperature, teacher_NV.float() / temperature
+        tops_2N = torch.stack((student.amax(dim=-1), teacher.amax(dim=-1)))
+        if shard is not None:
+            dist.all_reduce(tops_2N, dist.ReduceOp.MAX, shard.group)
+        student.sub_(tops_2N[0, :, None])
+        teacher.sub_(tops_2N[1, :, None])
+        column_N = targets_N - (0 if shard is None else shard.first)
+        own_N = (column_N >= 0) & (column_N < logits_NV.shape[1])
+        target_N = teacher.gather(1, column_N.masked_fill(~own_N, 0)[:, None])[:, 0].masked_fill(~own_N, 0)
+        weight_NV = teacher.exp()
+        sums = [weight_NV.sum(dim=-1), target_N]
+        if temperature != 1:
+            sums.append((teacher * temperature).exp_().sum(dim=-1))
+        # Padding is -inf in both, whose difference is NaN; a NaN of the student is in its sum of exponentials.
+        teacher.sub_(student).masked_fill_(weight_NV == 0, 0)
+        sums = [student.exp_().sum(dim=-1), weight_NV.mul_(teacher).sum(dim=-1), *sums]
+        sums_KN = torch.stack(sums)
+        if shard is not None:
+            dist.all_reduce(sums_KN, dist.ReduceOp.SUM, shard.group)
+        of_student_N, differences_N, of_teacher_N, target_N = sums_KN[:4]
+        log_sums_2N = torch.stack((of_student_N, of_teacher_N)).log()
+        ctx.save_for_backward(logits_NV, teacher_NV, tops_2N + log_sums_2N)
+        ctx.temperature = temperature
+        loss_N = differences_N / of_teacher_N + log_sums_2N[0] - log_sums_2N[1]
+        teacher_loss_N = sums_KN[-1].log() - temperature * target_N if temperature != 1 else log_sums_2N[1] - target_N
+        ctx.mark_non_differentiable(teacher_loss_N)
+        return loss_N, teacher_loss_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NV, teacher_NV, log_z_2N = ctx.saved_tensors
+        gradient_NV = (logits_NV.float() / ctx.temperature).sub_(log_z_2N[0, :, None]).exp_()
+        gradient_NV.sub_((teacher_NV.float() / ctx.temperature).sub_(log_z_2N[1, :, None]).exp_())
+        gradient_NV.mul_(gradients[0][:, None] / ctx.temperature)
+        return gradient_NV.to(logits_NV.dtype), None, None, None, None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -113,6 +113,11 @@ def build_mesh(layout: Layout, device_type: str, *, experts: bool = False) -> Me
         set_timeout(contexts, COLLECTIVE_TIMEOUT)
     set_timeout(devices, COLLECTIVE_TIMEOUT)
     return Mesh(devices, layout, contexts, _expert_mesh(layout, device_type) if experts else None)
+
+
+def with_experts(mesh: Mesh, device_type: str) -> Mesh:
+    """The mesh with that of experts, for a model beside one that has none. Every process calls this."""
+    return mesh if mesh.experts is not None else replace(mesh, experts=_expert_mesh(mesh.layout, device_type))
 
 
 def _expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:

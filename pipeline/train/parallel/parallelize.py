@@ -25,7 +25,7 @@ from pipeline.train.model.kernels.choice import KernelChoice, KernelRequirements
 from pipeline.train.model.kernels.recurrence.choice import RecurrentChoice, choose_recurrent_on
 from pipeline.train.model.loss import VocabShard
 from pipeline.train.model.meta import on_meta
-from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors
+from pipeline.train.model.mixers.fp32_vectors import Fp32Vectors, fp32_parameters
 from pipeline.train.model.mixers.sequence import SequenceCut
 from pipeline.train.model.recompute import Recompute, check_offload
 from pipeline.train.parallel.compile import check_compiler, compile_layers, compiles
@@ -92,12 +92,17 @@ class ParallelModel:
             part.train(mode)
 
 
-def parallelize(config: Config, setup: Setup) -> ParallelModel:
+def parallelize(config: Config, setup: Setup, storage: torch.dtype | None = None) -> ParallelModel:
     """Build this process's parts on meta, cut and shard them, and give them (uninitialized) memory on the device.
 
     The shards are fp32 and are the master weights; forward and backward see parameters in the compute dtype, and
     gradients are reduced in fp32. They are summed over ranks, never averaged: the loss is already divided by the
     number of valid targets of the global batch.
+
+    Args:
+        config: The run file.
+        setup: What it is built on.
+        storage: Type of the shards of a model that is not trained; its vectors that are always in fp32 stay so.
     """
     mesh, spec, parallel, fp8 = setup.mesh, setup.spec, config.parallel, config.train.precision.fp8
     tp = mesh.size("tp")
@@ -110,6 +115,8 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
             # whole weights and none of FSDP's collectives.
             with on_meta():
                 part = Decoder(spec, stage.part)
+            if storage is not None:
+                _store_in(part, storage)
             if fp8 is not None:
                 use_fp8(part, fp8, mesh.layout)
             if tp > 1:
@@ -138,6 +145,15 @@ def parallelize(config: Config, setup: Setup) -> ParallelModel:
         multiple,
         fp8_weights=fp8 is not None and gathers_fp8(fp8, spec, mesh.layout),
     )
+
+
+def _store_in(part: Decoder, dtype: torch.dtype) -> None:
+    """Give the parameters of a part on meta another type, and take their gradients away."""
+    always_fp32 = fp32_parameters(part)
+    for name, parameter in part.named_parameters():
+        parameter.requires_grad_(False)
+        if name not in always_fp32:
+            parameter.data = parameter.data.to(dtype)
 
 
 def _least_length(spec: DecoderSpec, parallel: ParallelConfig, layout: Layout) -> int:

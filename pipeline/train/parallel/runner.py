@@ -17,6 +17,7 @@ from pipeline.train.model.decoder import Decoder
 from pipeline.train.parallel.overlap import Reduction, reduction
 from pipeline.train.parallel.parallelize import COMPUTE_DTYPE, ParallelModel
 from pipeline.train.parallel.setup import Setup
+from pipeline.train.parallel.teacher import Teacher
 
 
 class Runner(Protocol):
@@ -46,11 +47,13 @@ class WholeRunner:
     Args:
         model: Sharded by `fully_shard`.
         reduction: When gradients are added up over shards. Replicas add theirs up once a step.
+        teacher: Passes before the model in training.
     """
 
-    def __init__(self, model: Decoder, reduction: Reduction) -> None:
+    def __init__(self, model: Decoder, reduction: Reduction, teacher: Teacher | None = None) -> None:
         self._model = model
         self._reduction = reduction
+        self._teacher = teacher
 
     def train(
         self, batches: Sequence[Batch], contexts: Sequence[Context], objective: Callable[[Any, Batch], Tensor]
@@ -62,11 +65,18 @@ class WholeRunner:
             # FSDP reads both in backward. Shards add up in each backward pass, replicas (HSDP) in the last one alone.
             model.set_requires_gradient_sync(is_last or self._reduction == "each")
             model.set_requires_all_reduce(is_last)  # after the other, which sets both
+            taught = self._taught(batch, context)
             with span("forward"):
-                total = objective(self._model(batch.tokens, context), batch)
+                total = objective(self._model(batch.tokens, taught), batch)
             with span("backward"):
                 total.backward()  # type: ignore[no-untyped-call]
                 del total
+
+    def _taught(self, batch: Batch, context: Context) -> Context:
+        if self._teacher is None:
+            return context
+        with span("teacher"):
+            return self._teacher.teach(batch, context)
 
     @torch.no_grad()
     def evaluate(
@@ -77,11 +87,12 @@ class WholeRunner:
             measure(self._model(batch.tokens, context), batch)
 
 
-def build_runner(config: Config, setup: Setup, model: ParallelModel) -> Runner:
-    """The runner of a layout."""
+def build_runner(config: Config, setup: Setup, model: ParallelModel, teacher: Teacher | None = None) -> Runner:
+    """The runner of a layout, with the teacher that training has, if it has one."""
     mesh, parallel = setup.mesh, config.parallel
     if mesh.size("pp") == 1:
-        return WholeRunner(model.whole, reduction(parallel, mesh.layout))
+        return WholeRunner(model.whole, reduction(parallel, mesh.layout), teacher)
+    assert teacher is None, "rules refuse pp"
     # It imports torch's pipelining, and that the compiler.
     from pipeline.train.parallel.pipeline_parallel import PipelineRunner
 

@@ -43,11 +43,14 @@ class RankMemory:
     """Temporary tensors of the layer or head at work, logits included, and the batches of the step."""
     when: str
     """Time of the peak within the step."""
+    teacher: int = 0
+    """Weights and logits of a teacher."""
 
     @property
     def total(self) -> int:
         """Bytes in all."""
-        return self.parameters + self.moments + self.gradients + self.unsharded + self.activations + self.working
+        model = self.parameters + self.moments + self.gradients + self.unsharded + self.activations + self.working
+        return model + self.teacher
 
 
 def memory(

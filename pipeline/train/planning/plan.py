@@ -20,6 +20,7 @@ from pipeline.train.planning.jobs import jobs_needed
 from pipeline.train.planning.memory import RankMemory, memory
 from pipeline.train.planning.published import TimeRange, expected
 from pipeline.train.planning.stage_memory import DeviceType
+from pipeline.train.planning.teacher import TeacherPlan
 from pipeline.train.planning.timing import (
     StepSeconds,
     assumptions,
@@ -42,7 +43,7 @@ class PhasePlan:
     shape: StepShape
     steps: int
     flops_per_token: float
-    """Model FLOPs of training on a token, attention counted whole."""
+    """Model FLOPs of training on a token, attention counted whole; a teacher's forward pass among them."""
     flops_per_token_causal: float
     """The same with attention counted half."""
     recompute_flops_per_token: float
@@ -77,6 +78,8 @@ class ResourcePlan:
     """Bytes of a device that a process may use: its memory less a reserve."""
     experts: ExpertPlan | None
     """Its experts, in steps of `memory_shape`; None: it has none."""
+    teacher: TeacherPlan | None
+    """The teacher; None: there is none."""
     checkpoint_bytes: int
     phases: list[PhasePlan]
     """Phases in their order; one of each shape of step."""
@@ -191,6 +194,7 @@ def plan(
         memory_shape=largest,
         memory_limit=limit,
         experts=experts,
+        teacher=TeacherPlan.of(config, spec),
         checkpoint_bytes=checkpoint_bytes(config, spec),
         phases=[_phase(config, layout, spec, shape, steps, device, parameters) for shape, steps in counts.items()],
         job_seconds=job_seconds,
@@ -239,7 +243,17 @@ def most_memory(
     for shape in sorted(shapes, key=sizes, reverse=True):
         if not any(all(a >= b for a, b in zip(sizes(other), sizes(shape), strict=True)) for other in largest):
             largest.append(shape)
-    needed = [(shape, memory(config, layout, spec, shape, device_type)) for shape in largest]
+    teacher = TeacherPlan.of(config, spec)
+    needed = [
+        (
+            shape,
+            [
+                replace(rank, teacher=0 if teacher is None else teacher.bytes(layout, shape))
+                for rank in memory(config, layout, spec, shape, device_type)
+            ],
+        )
+        for shape in largest
+    ]
     return max(needed, key=lambda each: max(rank.total for rank in each[1]))
 
 
@@ -253,9 +267,13 @@ def _phase(
     parameters: Sequence[int],
 ) -> PhasePlan:
     time = step_time(config, layout, spec, shape, device, parameters)
+    teacher, seconds = TeacherPlan.of(config, spec), time.seconds
     sent = [bytes_by_axis(transfers) for transfers in time.traffic]
     whole, half = (flops_per_token(spec, shape.stream, causal=causal) for causal in (False, True))
-    peak = device.flops[config.train.precision.compute] * layout.world_size * time.seconds.total
+    if teacher is not None:
+        whole, half = (flops + teacher.flops(shape, causal=causal) for flops, causal in ((whole, False), (half, True)))
+        seconds = replace(seconds, teacher=teacher.seconds(layout, shape, device))
+    peak = device.flops[config.train.precision.compute] * layout.world_size * seconds.total
     return PhasePlan(
         shape=shape,
         steps=steps,
@@ -264,7 +282,7 @@ def _phase(
         recompute_flops_per_token=recompute_flops_per_token(config.train.recompute, spec, shape.stream),
         bubble=time.bubble,
         traffic=max(sent, key=lambda axes: sum(axes.values())),
-        seconds=time.seconds,
+        seconds=seconds,
         mfu=shape.tokens * whole / peak,
         mfu_causal=shape.tokens * half / peak,
     )

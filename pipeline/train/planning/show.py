@@ -8,7 +8,7 @@ from typing import Any
 
 from pipeline.common.format import counted, duration, first_and_last, gib, percent, size, spans
 from pipeline.train.host.devices import Device
-from pipeline.train.model.flops import num_parameters
+from pipeline.train.model.flops import flops_per_token, num_parameters
 from pipeline.train.optim.parameter_groups import group_lines
 from pipeline.train.parallel.step_shapes import StepShape
 from pipeline.train.parallel.tested import LayoutKind
@@ -60,6 +60,9 @@ def plan_lines(
     yield from group_lines(plan.config.train.optimizer, plan.model.spec)
     if plan.experts is not None:
         yield from expert_lines(plan.experts, plan.layout, plan.peak_bytes)
+    if plan.teacher is not None:
+        own = flops_per_token(plan.model.spec, plan.memory_shape.stream, causal=False)
+        yield from plan.teacher.lines(plan.layout, plan.memory_shape, own)
     yield f"checkpoint: {size(plan.checkpoint_bytes)}"
     if plan.export_bytes:
         room = size(plan.exports * plan.export_bytes)
@@ -102,6 +105,7 @@ def to_json(plan: ResourcePlan) -> dict[str, Any]:
         "parameters_padded": num_parameters(plan.model.spec),
         "active_parameters": plan.model.active_parameters,
         "experts": expert_json(plan.experts),
+        **({} if plan.teacher is None else {"teacher_parameters": num_parameters(plan.teacher.spec)}),
         "checkpoint_bytes": plan.checkpoint_bytes,
         **({"export_bytes": plan.export_bytes, "exports": plan.exports} if plan.export_bytes else {}),
         **({"losses_bytes": plan.losses_bytes} if plan.losses_bytes else {}),
@@ -157,6 +161,7 @@ def _hours(plan: ResourcePlan) -> dict[str, float]:
 
 def _memory_json(rank: RankMemory) -> dict[str, Any]:
     parts = {"weights": rank.parameters, **{name: getattr(rank, name) for name in _PARTS[1:]}}
+    parts |= {"teacher": rank.teacher} if rank.teacher else {}
     return {"pp_rank": rank.pp_rank, "parameters": rank.count, **parts, "total": rank.total, "when": rank.when}
 
 
@@ -191,6 +196,7 @@ def _seconds(phase: PhasePlan) -> dict[str, float]:
         **{f"communication_{axis}": value for axis, value in seconds.communication.items()},
         "bubble": seconds.bubble,
         "optimizer": seconds.optimizer,
+        **({"teacher": seconds.teacher} if seconds.teacher else {}),
     }
 
 
@@ -249,14 +255,14 @@ def _ways_out(plan: ResourcePlan, rank: RankMemory, nodes: bool) -> Iterator[str
 
 def _memory_lines(plan: ResourcePlan) -> Iterator[str]:
     yield "memory per process at the peak of a step, in GiB:"
-    heads = "".join(f" {name:>{max(9, len(name))}}" for name in _HEADS)
+    more = () if plan.teacher is None else ("teacher",)
+    columns = {**dict(zip(_HEADS, _PARTS, strict=True)), **dict(zip(more, more, strict=True))}
+    heads = "".join(f" {name:>{max(9, len(name))}}" for name in columns)
     yield f"  {'pp rank':>7} {'parameters':>15}{heads} {'total':>9} {'of limit':>8}  peak"
     for ranks in _alike(plan.memory):
         rank = max(ranks, key=lambda each: each.total)
         span = spans([each.pp_rank for each in ranks])
-        parts = "".join(
-            f" {gib(getattr(rank, part)):>{max(9, len(name))}}" for part, name in zip(_PARTS, _HEADS, strict=True)
-        )
+        parts = "".join(f" {gib(getattr(rank, part)):>{max(9, len(name))}}" for name, part in columns.items())
         fraction = rank.total / plan.memory_limit
         yield f"  {span:>7} {rank.count:>15,}{parts} {gib(rank.total):>9} {percent(fraction, 0):>8}  {rank.when}"
 

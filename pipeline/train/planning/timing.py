@@ -145,12 +145,14 @@ class StepSeconds:
     """Waiting in the pipeline, for stages that take longer, too."""
     optimizer: float
     """Clipping and update."""
+    teacher: float = 0.0
+    """Forward passes of a teacher."""
 
     @property
     def total(self) -> float:
         """All parts."""
         parts = (self.products, self.attention, self.recompute, self.elementwise, self.bubble, self.optimizer)
-        return sum(parts) + sum(self.communication.values())
+        return self.teacher + sum(parts) + sum(self.communication.values())
 
 
 @dataclass(frozen=True)
@@ -225,6 +227,15 @@ def step_time(
         bubble,
         by_rank,
     )
+
+
+def forward_seconds(config: Config, layout: Layout, spec: DecoderSpec, shape: StepShape, device: Device) -> float:
+    """Seconds of a forward pass of a whole model on one micro-batch, or of gathering its weights if that is longer."""
+    (stage,) = stages = split_stages(spec, 1, config.parallel.pipeline, shape.stream)
+    (sent,) = stage_traffic(config, layout, spec, shape, stages)
+    overlapped = [each for each in sent if each.axis not in EXPOSED and each.phase == "forward"]
+    gathers = sum(transfer_seconds(each, layout, device) for each in overlapped) / shape.micro_batches
+    return max(_stage_work(config, layout, spec, shape, device, stage, sent).forward, gathers)
 
 
 def rank_parameters(config: Config, layout: Layout, spec: DecoderSpec) -> list[int]:

@@ -24,6 +24,7 @@ from pipeline.train.parallel.tested import LayoutKind, nearest_tested
 from pipeline.train.rules.attention import ATTENTION_RULES, attention_again
 from pipeline.train.rules.base import Rule, key_of, nearest_degrees, nearest_multiples, parts_of
 from pipeline.train.rules.context import CONTEXT_RULES, EVALUATED_LENGTH
+from pipeline.train.rules.distillation import DISTILLATION_RULES
 from pipeline.train.rules.experts import EXPERT_RULES, balance_without_effect, unbalanced_experts
 from pipeline.train.rules.export import EXPORT_RULES
 from pipeline.train.rules.fp8 import FP8_RULES, slow_without_compiler
@@ -80,6 +81,27 @@ def check_evaluation_layout(config: Config, world_size: int) -> Layout:
         lines = "".join(f"\n  {_OWN_KEY.sub(f'{section}.', message)}" for message in messages)
         raise UserError(f"the layout of the evaluation ({layout}) is not possible:{lines}")
     return layout
+
+
+def check_teacher_layout(config: Config, world_size: int, name: str) -> None:
+    """Check that the layout of a training can cut a teacher, too, by the rules that are not of steps.
+
+    Args:
+        config: Of the teacher.
+        world_size: Processes.
+        name: Of the teacher, for the message.
+
+    Raises:
+        UserError: It cannot.
+    """
+    experts = any(part.stacks for part in parts_of(config))
+    # Without experts there is nothing to deal, and the places of those of the model are as good as any others.
+    parallel = config.parallel if experts else config.parallel.model_copy(update={"ep": 1})
+    config = config.model_copy(update={"parallel": parallel})
+    layout = resolve(parallel, world_size)
+    if messages := [message for rule in RULES if not rule.of_training for message in rule.check(config, layout)]:
+        lines = "".join(f"\n  {message}" for message in messages)
+        raise UserError(f"{name} cannot be laid out as the model is ({layout}), where its keys are meant:{lines}")
 
 
 def layout_warnings(config: Config, layout: Layout) -> list[str]:
@@ -277,6 +299,7 @@ RULES: Sequence[Rule] = (
         _vocabulary,
     ),
     *CONTEXT_RULES,
+    *DISTILLATION_RULES,
     Rule(
         ("parallel.pipeline.virtual_stages", "parallel.pipeline.schedule"),
         "Stages on a rank: 1 for `gpipe` and `1f1b`, 2 or more for the interleaved schedules, 2 for `zbv` and "

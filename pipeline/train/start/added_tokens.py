@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from pipeline.common.errors import UserError
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.exported_loading import local_shards
+from pipeline.train.checkpoint.exported_loading import local_shards, named_weights
 from pipeline.train.parallel.parallelize import ParallelModel
 
 TABLES = ("embedding.weight", "head.weight", "head.bias")
@@ -88,6 +88,6 @@ def fill_added_rows(model: ParallelModel, added: range) -> None:
 
 def _shards(model: ParallelModel, name: str) -> Iterator[tuple[slice, slice, torch.Tensor]]:
     """Shards of a table on this rank: rows, columns, and the tensor that holds them."""
-    for found, rows, others, local in local_shards(model):
+    for found, rows, others, local in local_shards(named_weights(model)):
         if found == name:
             yield rows, others[0] if others else slice(0, 1), local

@@ -25,6 +25,7 @@ from pipeline.train.start.from_mirror import check_mirror
 from pipeline.train.start.open_run import open_validation
 from pipeline.train.start.run_plan import plan_run
 from pipeline.train.start.schedule_seam import begin_lines, find_seam, run_schedule, schedule_differs
+from pipeline.train.start.teacher import check_teacher
 from pipeline.train.start.warm_start import check_init_from
 
 
@@ -98,9 +99,20 @@ def _weights(scope: TrainScope, found: Problems) -> None:
     found.warn(*check_init_from(config, tokenizer, planned_spec(config)))
 
 
+def _teacher(scope: TrainScope, found: Problems) -> None:
+    config = scope.config
+    if config.train.teacher is None:
+        return
+    tokenizer = known_tokenizer(config)
+    assert tokenizer is not None, "or the check waits"
+    found.warn(*check_teacher(config, tokenizer, scope.processes))
+
+
 def _tokenizer_comes(scope: TrainScope) -> str:
     config = scope.config
-    if config.train.init_from is None or config.tokenizer.path is not None or not scope.data_comes:
+    if (config.train.init_from or config.train.teacher) is None:
+        return ""
+    if config.tokenizer.path is not None or not scope.data_comes:
         return ""
     return "" if known_tokenizer(config) is not None else "they go with a tokenizer that is not trained yet"
 
@@ -164,6 +176,7 @@ TRAIN_CHECKS: tuple[StartCheck[TrainScope], ...] = (
     StartCheck("conversations", _conversations),
     StartCheck("checkpoints to evaluate", _kept_checkpoints),
     StartCheck("weights to start from", _weights, _tokenizer_comes),
+    StartCheck("teacher", _teacher, _tokenizer_comes),
     StartCheck("datasets and their order", _data, _data_comes),
     SEAM_CHECK,
 )

@@ -40,6 +40,7 @@ from pipeline.train.start.from_mirror import fetch_from_mirror
 from pipeline.train.start.run_plan import RunPlan, plan_run
 from pipeline.train.start.schedule_seam import find_seam
 from pipeline.train.start.setup import check_tokenizer
+from pipeline.train.start.teacher import open_teacher
 
 
 def open_run_everywhere(
@@ -65,6 +66,7 @@ def open_run_everywhere(
     report = partial(warn, console)
     damage: list[str] = []
     checkpoint = resume_point(checkpoints, config.resume, damage.append)
+    teacher = open_teacher(config)
     plans: list[RunPlan] = []
 
     def plan_on_rank_0() -> None:
@@ -73,7 +75,7 @@ def open_run_everywhere(
         else:
             for line in rollback_lines(checkpoints, checkpoint, config, damage):
                 report(line)
-        plans.append(plan_run(config, checkpoint))
+        plans.append(plan_run(config, checkpoint, teacher=teacher))
         if checkpoint is not None:
             seam = find_seam(config, checkpoint, plans[0].journal, plans[0].length.steps)
             if seam is not None:
@@ -89,7 +91,7 @@ def open_run_everywhere(
 
     broadcast_from_rank0(plan_on_rank_0)  # rank 0 alone looks at the files of the datasets, and says what is wrong
     folder.step = checkpoint.step if checkpoint else 0
-    return folder, checkpoint, plans[0] if plans else plan_run(config, checkpoint, check=False)
+    return folder, checkpoint, plans[0] if plans else plan_run(config, checkpoint, check=False, teacher=teacher)
 
 
 def refuse_separate_folders(run: Path, ranks: Processes) -> None:

@@ -63,6 +63,8 @@ def start_lines(config: Config, plan: RunPlan, setup: Setup, first: int, flops: 
         f"train: {num_parameters(spec) / 1e6:,.4g} M parameters{active}, {config.train.precision.compute} on "
         f"{_devices(config, setup)}, {flops / 1e6:,.4g} MFLOP per token"
     )
+    if plan.teacher is not None:
+        yield f"train: {plan.teacher.line}"
     if setup.device.type == "cpu" and (slow := slow_bf16(config.train.precision.compute)):
         yield f"warning: {slow}"
     if setup.device.type == "cpu":

@@ -30,6 +30,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints
 from pipeline.train.checkpoint.manager import Checkpoint
 from pipeline.train.start.setup import check_tokenizer
+from pipeline.train.start.teacher import TeacherWeights
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class RunPlan:
     """Sources that drop out of the blend, in words, by step, counted from 0."""
     chat_template: str | None
     """Template of the conversations that are trained on."""
+    teacher: TeacherWeights | None = None
+    """The teacher; None: there is none, or nothing is trained with this plan."""
 
     def segment(self, step: int) -> Segment:
         """Segment of the journal that a step, counted from 0, is in."""
@@ -69,7 +72,12 @@ class RunPlan:
 
 
 def plan_run(
-    config: Config, checkpoint: Checkpoint | None, *, check: bool = True, saved: Journal | None = None
+    config: Config,
+    checkpoint: Checkpoint | None,
+    *,
+    check: bool = True,
+    saved: Journal | None = None,
+    teacher: TeacherWeights | None = None,
 ) -> RunPlan:
     """Plan a run, after comparing what a checkpoint depends on with what there is now.
 
@@ -78,6 +86,7 @@ def plan_run(
         checkpoint: the one to resume from.
         check: look whether the files of the datasets are as they were written; one process does it for all.
         saved: the plan that the checkpoint's run has had; by default what the checkpoint and the run folder have.
+        teacher: the verified one; without it the checkpoint's own is taken for the same.
 
     Raises:
         UserError: the data are not as they were written or were made with another tokenizer, the blend cannot be had
@@ -94,10 +103,15 @@ def plan_run(
     if checkpoint is not None and saved is None:
         saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
     journal = plan_journal(config, datasets, saved)
+    known = (state.get("fingerprints", {}).get("distill") or {}).get("teacher")
     now = fingerprints(
-        config, {name: _identity(d, name, journal) for name, d in datasets.items()}, tokenizer.fingerprint
+        config,
+        {name: _identity(d, name, journal) for name, d in datasets.items()},
+        tokenizer.fingerprint,
+        known if teacher is None else teacher.identity,
     )
     warnings = unused_weights(config, {name: dataset.manifest for name, dataset in datasets.items()})
+    warnings += [] if teacher is None else teacher.warnings
     if checkpoint is not None and saved is not None:
         warnings += [
             f"allowed difference from the checkpoint: {line}"
@@ -119,7 +133,7 @@ def plan_run(
     exhaustions: dict[int, list[str]] = {}
     for step, line in run_length.exhaustions(sampler, length.steps):
         exhaustions.setdefault(step, []).append(line)
-    return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions, template)
+    return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions, template, teacher)
 
 
 def _identity(dataset: Dataset, source: str, journal: Journal) -> str | dict[str, str]:

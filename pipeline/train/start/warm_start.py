@@ -1,9 +1,8 @@
-"""Start a new run from the weights of another one, or also its moments: no steps, no place in the data."""
+"""Start a new run from the weights of another one: no moments, no steps, no place in the data."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,13 @@ from typing import Any
 import torch
 
 from pipeline.common.errors import UserError
-from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config import Config
-from pipeline.config.train import InitFromConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
-from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
+from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
-from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, named_weights, verified_export
+from pipeline.train.checkpoint.exported_loading import local_shards, named_weights
 from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint
-from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.resume_point import source_point
-from pipeline.train.checkpoint.tensors import stored_weights
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.decoder_spec import DecoderSpec
@@ -30,6 +24,9 @@ from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.start.added_tokens import added_tokens, fill_added_rows
 from pipeline.train.start.optimizer_state import open_optimizer, opened_everywhere
+from pipeline.train.start.weights_place import WeightsPlace, check_fit, tokenizer_difference
+
+_KEY = "train.init_from"
 
 
 @dataclass
@@ -70,11 +67,12 @@ def warm_start(
     moments = opened_everywhere(config, model.spec) if wanted.optimizer else None
     if wanted.hf is not None:
         return _from_hf(wanted.hf, config, tokenizer, model)
-    checkpoint = _checkpoint(wanted)
+    place = WeightsPlace(wanted, _KEY)
     # The hashes of everything that is read have been compared before it is.
-    if checkpoint is not None:
-        where, weights = checkpoint.path, wanted.weights
-        broadcast_from_rank0(lambda: _check_fit(_shapes_in(checkpoint, wanted.weights), model.spec, where))
+    found = place.verified()
+    if isinstance(found, Checkpoint):
+        checkpoint, where, weights = found, found.path, wanted.weights
+        broadcast_from_rank0(lambda: check_fit(place.shapes_in(checkpoint), model.spec, where, _KEY))
         lines = broadcast_from_rank0(
             lambda: _check_run(checkpoint.state()["fingerprints"]["model"], where, config, tokenizer, model.spec)
         )
@@ -82,9 +80,9 @@ def warm_start(
         _fill_added(Tokenizer.open(where), tokenizer, model)
         known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
     else:
-        export = verified_export(_folder(wanted), wanted.weights, "train.init_from", "train.init_from.weights")
+        export = found
         where, weights, about = export.source.path, export.source.section, export.source.about
-        broadcast_from_rank0(lambda: _check_fit(export.shapes, model.spec, where))
+        broadcast_from_rank0(lambda: check_fit(export.shapes, model.spec, where, _KEY))
         lines = broadcast_from_rank0(lambda: _check_export(export.source, config, tokenizer, model.spec))
         export.load(model)
         _fill_added(export.source.tokenizer(), tokenizer, model)
@@ -125,88 +123,23 @@ def check_init_from(config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> 
     assert wanted is not None
     if wanted.hf is not None:
         return _check_hf(wanted.hf, config, tokenizer, spec)
-    path, kind = _folder(wanted), _kind(wanted)
+    place = WeightsPlace(wanted, _KEY)
+    checkpoint = place.checkpoint()
     moments = open_optimizer(config, spec).lines if wanted.optimizer else []
-    if kind == "exported":
-        return [*_check_export(ExportedWeights.open(path), config, tokenizer, spec), *moments]
-    if kind == "checkpoint":
-        checkpoint = Checkpoints(path.parent).at(int(path.name.removeprefix("step-")), _sizes)
-    else:
-        checkpoint = Checkpoints.of_run(path).at(wanted.step, _sizes)
-    _check_fit(_shapes_in(checkpoint, wanted.weights), spec, checkpoint.path)
+    if checkpoint is None:
+        return [*_check_export(ExportedWeights.open(place.path), config, tokenizer, spec), *moments]
+    check_fit(place.shapes_in(checkpoint), spec, checkpoint.path, _KEY)
     return _check_run(checkpoint.state()["fingerprints"]["model"], checkpoint.path, config, tokenizer, spec)
-
-
-def _sizes(checkpoint: Checkpoint) -> list[str]:
-    """Damage that the sizes of its files show."""
-    return checkpoint.problems(full=False)
-
-
-def _checkpoint(wanted: InitFromConfig) -> Checkpoint | None:
-    """The checkpoint that is meant, verified; None where the folder has weights that were exported."""
-    path = _folder(wanted)
-    kind = broadcast_from_rank0(lambda: _kind(wanted))
-    if kind == "exported":
-        return None
-    if kind == "checkpoint":
-        return source_point(Checkpoints(path.parent), int(path.name.removeprefix("step-")))
-    return source_point(Checkpoints.of_run(path), wanted.step)
-
-
-def _folder(wanted: InitFromConfig) -> Path:
-    assert wanted.path is not None, "the section sees to it"
-    return wanted.path
-
-
-def _kind(wanted: InitFromConfig) -> str:
-    path = _folder(wanted)
-    if not path.is_dir():
-        raise UserError(
-            f"train.init_from.path: there is no folder {path}; name a run folder, a checkpoint in it, or a folder with "
-            "exported weights"
-        )
-    if RunFiles(path).checkpoints.is_dir():
-        return "run"
-    number = path.name.removeprefix("step-")
-    is_checkpoint = (path / COMMIT).exists() and path.name.startswith("step-") and number.isdigit()
-    if not is_checkpoint and not (path / EXPORT_ORIGIN).is_file():
-        raise UserError(
-            f"train.init_from.path: {path} has no weights: it has neither `checkpoints`, as a run folder has, nor "
-            f"{COMMIT}, as checkpoints/step-... in it has, nor {EXPORT_ORIGIN}, as an export has; name one of these"
-        )
-    if wanted.step is not None and (not is_checkpoint or wanted.step != int(number)):
-        raise UserError(
-            f"train.init_from.step: {wanted.step} needs a run folder, but {path} is not one; leave `step` out"
-        )
-    return "checkpoint" if is_checkpoint else "exported"
-
-
-def _check_fit(
-    found: Mapping[str, Sequence[int]],
-    spec: DecoderSpec,
-    where: Path,
-    advice: str = "set `model` to that of the run that the weights are from",
-) -> None:
-    """A `UserError` that names the first tensor that the model does not have as it is."""
-    if problem := dcp_storage.first_misfit(found, spec, where):
-        raise UserError(f"train.init_from: {problem}; {advice}")
-
-
-def _shapes_in(checkpoint: Checkpoint, weights: str) -> Shapes:
-    found = stored_weights(checkpoint, weights)
-    if not found:
-        raise UserError(
-            f"train.init_from.weights: {weights} is not in {checkpoint.path}, whose run had no train.ema then; use "
-            "weights: model, or another checkpoint"
-        )
-    return {name: tensor.shape for name, tensor in found.items()}
 
 
 def _check_run(
     saved: dict[str, Any], where: Path, config: Config, tokenizer: Tokenizer, spec: DecoderSpec
 ) -> list[str]:
     """Check the weights of a run, whose tokenizer lies beside them."""
-    return [*_check_tokenizer(Tokenizer.open(where), config, tokenizer, where), *_check_meaning(saved, config, spec)]
+    return [
+        *_check_tokenizer(Tokenizer.open(where), config, tokenizer, where),
+        *_check_meaning(saved, config, spec),
+    ]
 
 
 def _check_export(source: ExportedWeights, config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> list[str]:
@@ -229,23 +162,13 @@ def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> 
 
 
 def _check_tokenizer(trained_with: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path) -> list[str]:
-    if trained_with.fingerprint == tokenizer.fingerprint:
-        return []
+    """Lines on a tokenizer that adds tokens to that of the weights, or is another one and allowed."""
     if added := added_tokens(trained_with, tokenizer):
         return [
             f"tokens {added.start:,} to {added.stop - 1:,} are not known to the weights in {where}: their rows begin "
             "as the mean of all others"
         ]
-    difference = (
-        f"the weights in {where} were trained with another tokenizer ({trained_with.vocab_size} entries, fingerprint "
-        f"{trained_with.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint})"
-    )
-    if "tokenizer" not in config.resume.allow:
-        raise UserError(
-            f"train.init_from: {difference}: the same ids stand for other tokens. Set tokenizer.path to {where}, or "
-            "accept it with resume.allow=[tokenizer]"
-        )
-    return [f"warning: allowed: {difference}"]
+    return tokenizer_difference(trained_with, config, tokenizer, where, _KEY)
 
 
 def _fill_added(trained_with: Tokenizer | None, tokenizer: Tokenizer, model: ParallelModel) -> None:
@@ -269,7 +192,7 @@ def _check_hf(folder: Path, config: Config, tokenizer: Tokenizer, spec: DecoderS
             f"model.vocab_size={wanted}"
         )
     shapes = {name: each.shape for name, each in found.tensors.items()}
-    _check_fit(shapes, spec, folder, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
+    check_fit(shapes, spec, folder, _KEY, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
     lines = _check_tokenizer(base, config, tokenizer, folder)
     own = {"vocab_size": config.model.vocab_size, "vocab_multiple": config.model.vocab_multiple}
     return [*lines, *_check_meaning({**found.model.model_dump(mode="json"), **own}, config, spec)]

@@ -113,6 +113,7 @@ WITH_DATA = [
     Planted("preprocess", "tokenizer", {"tokenizer": {"train": {"vocab_size": 301}}}, "the tokenizer in"),
     Planted("train", "datasets and their order", {"data.splits": {"heldout": 0.3}}, "made with other settings"),
     Planted("train", "weights to start from", {"train.init_from": {"path": "{root}/none"}}, "train.init_from.path"),
+    Planted("train", "teacher", {"train.distill": {"teacher": {"path": "{root}/none"}}}, "train.distill.teacher.path"),
     Planted("eval", "checkpoint to evaluate", {}, "does not have a checkpoint"),
 ]
 ELSEWHERE = {

@@ -1,4 +1,4 @@
-"""Losses of a step: by source, by loss weights, and by depth of multi-token prediction."""
+"""Losses of a step: by source, by loss weights, by depth of multi-token prediction, and from a teacher."""
 
 from __future__ import annotations
 
@@ -88,6 +88,39 @@ class WeightedLoss(Quantity):
         if not sums:
             return None
         return QuantityNumbers({"loss": sums[0].squeeze() / self._total}, lambda loss: {"weighted_loss": loss.item()})
+
+
+class TeacherLosses(Quantity):
+    """Divergence from the teacher, and the teacher's cross entropy, over the same targets as the loss of the step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums = torch.zeros(0)
+        self._targets = 1
+
+    def begin(self, data: StepData) -> None:
+        """Begin with nothing."""
+        self._sums = torch.zeros(2, dtype=torch.float64, device=self._device)
+        self._targets = max(1, data.valid_targets)
+
+    def book(self, losses: TokenLosses, batch: Batch) -> None:
+        """Add the nats of a micro-batch."""
+        assert losses.divergence_BS is not None and losses.teacher_BS is not None
+        for place, nats_BS in enumerate((losses.divergence_BS, losses.teacher_BS)):
+            self._sums[place] += (nats_BS * batch.weight).sum(dtype=torch.float64)
+
+    def parts(self) -> list[Tensor]:
+        """Nats of both."""
+        return [self._sums]
+
+    def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:
+        """See `Quantity`."""
+        return QuantityNumbers({"means": sums[0] / self._targets}, _teacher_columns)
+
+
+def _teacher_columns(means: Tensor) -> dict[str, Any]:
+    divergence, loss = means.tolist()
+    return {"teacher_divergence": divergence, "teacher_loss": loss}
 
 
 class DepthLosses(Quantity):

@@ -1,0 +1,65 @@
+"""Sections that name weights outside of the run: those that it starts from, and those of a teacher."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pipeline.config.base import Count, DataPath, Section
+
+
+class WeightsConfig(Section):
+    """Weights outside of the run: those of another run, exported ones, or a Hugging Face model's."""
+
+    path: DataPath | None = None
+    """A run folder, a checkpoint's folder, or one that `pipeline checkpoint export` or `average`, or `pipeline convert
+    from-hf` wrote."""
+    hf: DataPath | None = None
+    """Instead of `path`: the folder of a downloaded Hugging Face model."""
+    step: int | None = Field(default=None, ge=0)
+    """Checkpoint of a run folder, by its step; by default the newest one."""
+    weights: Literal["model", "ema"] = "model"
+    """The weights that were trained, or their moving average."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> WeightsConfig:
+        if (self.path is None) == (self.hf is None):
+            raise ValueError("give exactly one of path and hf (a Hugging Face model's folder)")
+        if self.hf is not None and (self.step is not None or self.weights != "model"):
+            raise ValueError("a Hugging Face model has one set of weights: remove step and weights")
+        return self
+
+
+class InitFromConfig(WeightsConfig):
+    """Weights that a new run starts from. Steps and data begin anew, and so do moments and schedule by default."""
+
+    optimizer: bool = False
+    """Load AdamW's moments and count of steps, too, from a folder that `pipeline convert from-megatron --optimizer`
+    wrote."""
+    tokens: Count | None = None
+    """Tokens that `train.schedule` has behind it at the first step: it continues there, and a warm-up of fewer tokens
+    is not repeated. By default those of the folder with `optimizer: true`, else 0."""
+
+    @model_validator(mode="after")
+    def _has_moments(self) -> InitFromConfig:
+        if self.optimizer and (self.hf is not None or self.weights != "model"):
+            raise ValueError("optimizer: true needs path and weights: model; other weights have no moments")
+        return self
+
+
+class DistillConfig(Section):
+    """Distillation: the model learns the predictions of a frozen teacher for every token, besides the text.
+
+    The loss is (1 - weight) times the cross entropy, plus weight times temperature^2 times KL(teacher || model) over
+    the whole vocabulary.
+    """
+
+    teacher: WeightsConfig
+    """The teacher. It has the run's tokenizer; its size, and the kinds of its layers, may be others."""
+    weight: float = Field(default=0.9, ge=0, le=1)
+    """Share of the divergence in the loss. With 0 the teacher is not loaded."""
+    temperature: float = Field(default=1.0, gt=0, le=1000)
+    """Divisor of the logits of both models in the divergence: above 1 rare tokens count more."""
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    """Format of the teacher's weights, and of what it computes."""

@@ -1,0 +1,123 @@
+"""Weights outside of the run that its file names: a run, a checkpoint, or a folder that weights were exported to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pipeline.common.errors import UserError
+from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
+from pipeline.config import Config
+from pipeline.config.weights import WeightsConfig
+from pipeline.data.tokenization.tokenizer import Tokenizer
+from pipeline.train.checkpoint import dcp_storage
+from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
+from pipeline.train.checkpoint.exported_loading import Shapes, VerifiedWeights, verified_export
+from pipeline.train.checkpoint.manager import Checkpoints
+from pipeline.train.checkpoint.resume_point import source_point
+from pipeline.train.checkpoint.tensors import stored_weights
+from pipeline.train.distributed.process_group import broadcast_from_rank0
+from pipeline.train.model.decoder_spec import DecoderSpec
+
+PlaceKind = Literal["run", "checkpoint", "exported"]
+
+
+@dataclass(frozen=True)
+class WeightsPlace:
+    """The place of weights that a section of the run file names by `path`."""
+
+    wanted: WeightsConfig
+    key: str
+    """Key of the section, for messages."""
+
+    @property
+    def path(self) -> Path:
+        """The folder that is named."""
+        assert self.wanted.path is not None, "the section sees to it"
+        return self.wanted.path
+
+    def kind(self) -> PlaceKind:
+        """Kind of the folder; a `UserError` where it has no weights."""
+        path, key, step = self.path, self.key, self.wanted.step
+        if not path.is_dir():
+            raise UserError(
+                f"{key}.path: there is no folder {path}; name a run folder, a checkpoint in it, or a folder with "
+                "exported weights"
+            )
+        if RunFiles(path).checkpoints.is_dir():
+            return "run"
+        number = path.name.removeprefix("step-")
+        is_checkpoint = (path / COMMIT).exists() and path.name.startswith("step-") and number.isdigit()
+        if not is_checkpoint and not (path / EXPORT_ORIGIN).is_file():
+            raise UserError(
+                f"{key}.path: {path} has no weights: it has neither `checkpoints`, as a run folder has, nor "
+                f"{COMMIT}, as checkpoints/step-... in it has, nor {EXPORT_ORIGIN}, as an export has; name one of these"
+            )
+        if step is not None and (not is_checkpoint or step != int(number)):
+            raise UserError(f"{key}.step: {step} needs a run folder, but {path} is not one; leave `step` out")
+        return "checkpoint" if is_checkpoint else "exported"
+
+    def verified(self) -> Checkpoint | VerifiedWeights:
+        """The checkpoint or the exported weights, every file of them read and hashed; every rank calls this."""
+        kind, path = broadcast_from_rank0(self.kind), self.path
+        if kind == "exported":
+            return verified_export(path, self.wanted.weights, self.key, f"{self.key}.weights")
+        if kind == "checkpoint":
+            return source_point(Checkpoints(path.parent), int(path.name.removeprefix("step-")))
+        return source_point(Checkpoints.of_run(path), self.wanted.step)
+
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint, by the names and sizes of its files, in one process; None for exported weights."""
+        kind, path = self.kind(), self.path
+        if kind == "exported":
+            return None
+        if kind == "checkpoint":
+            return Checkpoints(path.parent).at(int(path.name.removeprefix("step-")), _sizes)
+        return Checkpoints.of_run(path).at(self.wanted.step, _sizes)
+
+    def shapes_in(self, checkpoint: Checkpoint) -> Shapes:
+        """Shapes of the weights that are wanted of a checkpoint; a `UserError` where it has no such weights."""
+        found = stored_weights(checkpoint, self.wanted.weights)
+        if not found:
+            raise UserError(
+                f"{self.key}.weights: {self.wanted.weights} is not in {checkpoint.path}, whose run had no train.ema "
+                "then; use weights: model, or another checkpoint"
+            )
+        return {name: tensor.shape for name, tensor in found.items()}
+
+
+def check_fit(
+    found: Mapping[str, Sequence[int]],
+    spec: DecoderSpec,
+    where: Path,
+    key: str,
+    advice: str = "set `model` to that of the run that the weights are from",
+) -> None:
+    """A `UserError` that names the first tensor that the model does not have as it is."""
+    if problem := dcp_storage.first_misfit(found, spec, where):
+        raise UserError(f"{key}: {problem}; {advice}")
+
+
+def tokenizer_difference(
+    trained_with: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path, key: str
+) -> list[str]:
+    """Warning of another tokenizer that is allowed; a `UserError` where `resume.allow` does not name it."""
+    if trained_with.fingerprint == tokenizer.fingerprint:
+        return []
+    difference = (
+        f"the weights in {where} were trained with another tokenizer ({trained_with.vocab_size} entries, fingerprint "
+        f"{trained_with.fingerprint}) than this run's ({tokenizer.vocab_size} entries, {tokenizer.fingerprint})"
+    )
+    if "tokenizer" not in config.resume.allow:
+        raise UserError(
+            f"{key}: {difference}: the same ids stand for other tokens. Set tokenizer.path to {where}, or "
+            "accept it with resume.allow=[tokenizer]"
+        )
+    return [f"warning: allowed: {difference}"]
+
+
+def _sizes(checkpoint: Checkpoint) -> list[str]:
+    """Damage that the sizes of its files show."""
+    return checkpoint.problems(full=False)
