@@ -20,7 +20,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
-from pipeline.train.checkpoint.exported_loading import Shapes, local_shards
+from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, named_weights
 from pipeline.train.checkpoint.resume_point import files_by_rank
 from pipeline.train.checkpoint.weight_source import exported_tensors, validated_model
 from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
