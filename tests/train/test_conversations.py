@@ -41,6 +41,7 @@ def chat(folder: Path) -> Dataset:
     return Dataset.open(folder / "data" / "chat" / "train")
 
 
+@pytest.mark.guard
 def test_targets_in_training_validation_and_provenance(folder: Path) -> None:
     """Counts of metrics are those of the masks; a held-out loss and the documents of a step show them."""
     run = runs.train(folder, "both", "train.duration=3 steps", "train.validation.every_steps=3")
@@ -100,6 +101,7 @@ def test_a_step_without_a_trained_target_is_counted_and_changes_nothing(tmp_path
     assert runs.weights_hash(run, 1) == runs.weights_hash(run, 3)
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -115,6 +117,7 @@ def test_what_does_not_go_with_masks_is_refused(folder: Path, overrides: list[st
     assert not (folder / "refused" / "checkpoints").exists()
 
 
+@pytest.mark.guard
 def test_conversations_longer_than_a_pack_are_refused(folder: Path) -> None:
     pack(folder / "data" / "chat", [6], workers=1)
     pack(folder / "data" / "text", [6], workers=1)

@@ -60,7 +60,7 @@ def main() -> None:
         start_clock(first["seconds"])
         try:
             found = _answer(environment, json.loads(line), first["longest"])
-        except MemoryError:
+        except (MemoryError, RecursionError):
             found = {"error": TOO_LARGE}
         start_clock(0)
         put(found)

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from datetime import datetime
 from types import GeneratorType
-from typing import Any, ClassVar
+from typing import Any
 
 from jinja2 import TemplateError, nodes, pass_eval_context
 from jinja2.ext import Extension
@@ -30,7 +30,7 @@ _LEFT_OUT = {"filters": ("random", "pprint"), "globals": ("lipsum", "cycler", "j
 class _Generation(Extension):
     """`{% generation %}`: notes where the text of its body is."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 -- the base class declares it so
 
     def __init__(self, environment: Any) -> None:
         super().__init__(environment)

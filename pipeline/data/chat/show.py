@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from rich.console import Console
 from rich.text import Text
-
-from pipeline.common.console import Console
 
 OPEN, CLOSE = "[[", "]]"
 _STYLE = "green"

@@ -113,8 +113,8 @@ class Finalizer:
                 report.coverage[name].add(split)
                 rows[name].append((split["tokens"], split["documents"], unit, chunk, *hashes))
                 self._inner_ends[name] += split.get("inner_ends", 0)
-                own = (split[count] for count in ("documents", "tokens", "text_bytes"))
-                report.splits[name].add(Counts(*own, split.get("trained_tokens")))
+                trained = split.get("trained_tokens")
+                report.splits[name].add(Counts(split["documents"], split["tokens"], split["text_bytes"], trained))
                 for number in range(generations[-1], len(ends)):
                     self._text_bytes[name][number] += split["text_bytes"]
         report.curated = dict(sorted(curated.items()))

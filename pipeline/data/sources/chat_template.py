@@ -167,6 +167,16 @@ class ChatTemplate(RecordTemplate):
     def render(self, values: Mapping[str, Any]) -> RecordText:
         """The text of a conversation, with the spans that are trained on; () if all of it is."""
         try:
+            found = self._render(values)
+            found.text.encode()
+        except RecursionError:
+            raise UnusableRecord("nested too deeply") from None
+        except UnicodeEncodeError:  # as arguments of calls may have, which are JSON within JSON
+            raise UnusableRecord("lone surrogate") from None
+        return found
+
+    def _render(self, values: Mapping[str, Any]) -> RecordText:
+        try:
             conversation = read_conversation(values, self.format, self.messages_key, self.tools)
         except UnusableConversation as error:
             raise UnusableRecord(error.reason, error.detail) from None

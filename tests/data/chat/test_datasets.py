@@ -126,6 +126,7 @@ def test_documents_are_those_of_transformers(tmp_path, kind, shuffle):
     assert preprocess(config).is_complete and tree(config.data_dir) == before
 
 
+@pytest.mark.guard
 def test_all_tokens_make_a_dataset_of_text(tmp_path):
     config = config_of(tmp_path, template="no markers", chat={"train_on": "all"})
     preprocess(config)
@@ -166,6 +167,7 @@ def test_long_conversations_are_cut_or_rejected(tmp_path):
     assert len(made) + sum(report.rejected["s"].values()) == 60
 
 
+@pytest.mark.guard
 def test_structs_of_arguments_are_refused(tmp_path):
     call = {"function": {"name": "f", "arguments": {"to": "a"}}}
     rows = [
@@ -179,6 +181,7 @@ def test_structs_of_arguments_are_refused(tmp_path):
         preprocess(config)
 
 
+@pytest.mark.guard
 def test_a_template_is_refused_before_anything_is_written(tmp_path):
     config = config_of(tmp_path, template="untrained stop")
     with pytest.raises(UserError, match="never learn to stop"):
@@ -186,12 +189,14 @@ def test_a_template_is_refused_before_anything_is_written(tmp_path):
     assert not config.data_dir.exists()
 
 
+@pytest.mark.guard
 def test_another_template_makes_another_dataset(tmp_path):
     preprocess(config_of(tmp_path))
     with pytest.raises(UserError, match="chat_template: one with the hash"):
         preprocess(config_of(tmp_path, template="thinking"))
 
 
+@pytest.mark.guard
 def test_datasets_are_shown(tmp_path, capsys):
     config = config_of(tmp_path)
     preprocess(config)
@@ -211,6 +216,7 @@ def test_datasets_are_shown(tmp_path, capsys):
         assert [row["trained_tokens"] for row in rows] == dataset.trained_targets(np.arange(len(rows))).tolist()
 
 
+@pytest.mark.guard
 def test_a_dry_run_shows_a_conversation(tmp_path, capsys):
     preprocess(config_of(tmp_path), dry_run=True)
     shown = capsys.readouterr().out
@@ -219,6 +225,7 @@ def test_a_dry_run_shows_a_conversation(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.guard
 def test_documents_and_rejected_records_are_found_again(tmp_path):
     config = config_of(tmp_path)
     preprocess(config)
@@ -235,6 +242,7 @@ def test_documents_and_rejected_records_are_found_again(tmp_path):
     assert origins.rejected(origins.find("c.jsonl", 61)).startswith("text of a special token in a message (<|end|>")
 
 
+@pytest.mark.guard
 def test_a_dataset_in_a_bucket(tmp_path):
     """Pushed, pulled, and opened where it lies."""
     config = config_of(tmp_path)

@@ -38,7 +38,7 @@ def chat(folder, text, **keys):
     return made
 
 
-@pytest.mark.parametrize("name", tiers.first(2, ["tools", "thinking", "plain", "date", "double bos"], rest="guard"))
+@pytest.mark.parametrize("name", tiers.first(1, ["tools", "thinking", "plain", "date", "double bos"], rest="guard"))
 def test_ids_and_masks_are_those_of_transformers(folder, tokenizer, name, monkeypatch):
     from transformers import AutoTokenizer
     from transformers.utils import chat_template_utils
@@ -74,6 +74,7 @@ def test_ids_and_masks_are_those_of_transformers(folder, tokenizer, name, monkey
         assert list(found.mask) == [*encoded["assistant_masks"], 0]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize(
     ("name", "words"),
     [("no markers", "train_on: all"), ("untrained stop", "never learn to stop"), ("date", "set chat.date")],
@@ -91,6 +92,7 @@ def test_all_tokens_need_no_marks(folder, tokenizer):
     assert spans == () and not made.masks and tokenizer.decode(tokenizer.encode_parsed(text)[0]) == text
 
 
+@pytest.mark.guard
 def test_a_missing_token_is_named(folder, tmp_path):
     with pytest.raises(UserError, match="uses cls_token"):
         chat(folder, "{{ cls_token }}" + TEMPLATES["plain"]).check("s")
@@ -118,6 +120,8 @@ BAD = [
     ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}, "nothing"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [
         {"function": {"name": "f", "arguments": "{"}}]}]}, "are not JSON"),
+    ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [
+        {"function": {"name": "f", "arguments": '{"to": "\\ud800"}'}}]}]}, "lone surrogate"),
 ]  # fmt: skip
 
 
@@ -216,7 +220,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", tiers.first(1, HOSTILE, rest="guard"))
 def test_hostile_templates_end(name):
     renderer = ChatRenderer(HOSTILE[name], longest=1000)
     with pytest.raises(CannotRender):
@@ -224,6 +228,7 @@ def test_hostile_templates_end(name):
     renderer.close()
 
 
+@pytest.mark.guard
 def test_a_template_that_never_ends_is_ended():
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     renderer = ChatRenderer("{% if messages %}" + endless + "{% endif %}x", seconds=1)
@@ -233,7 +238,19 @@ def test_a_template_that_never_ends_is_ended():
     renderer.close()
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("text", ["{{ x | random }}", "{% for %}", "{{ " * 10_000, "{% generation %}"])
 def test_what_is_no_template(text):
     with pytest.raises(BadTemplate):
         _ = ChatRenderer(text).used
+
+
+@pytest.mark.guard
+def test_a_conversation_that_is_nested_too_deeply(folder):
+    deep = []
+    for _ in range(5000):
+        deep = [deep]
+    calls = [{"function": {"name": "f", "arguments": {"to": deep}}}]
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    with pytest.raises(UnusableRecord, match="nested too deeply"):
+        chat(folder, TEMPLATES["tools"]).render({"messages": turns})

@@ -66,9 +66,11 @@ def a_conversation(root: Path) -> None:
     (root / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
 
 
-def an_unmarked_template(root: Path) -> None:
-    (root / "unmarked.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    (root / "chat.jsonl").write_text("{}\n")
+def an_endless_template(root: Path) -> None:
+    turn = "{% if message.role == 'assistant' %}{% generation %}a{% endgeneration %}{% else %}b{% endif %}"
+    (root / "endless.jinja").write_text("{% for message in messages %}" + turn + "{% endfor %}")
+    turns = '[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]'
+    (root / "endless.jsonl").write_text(f'{{"messages": {turns}}}\n')
 
 
 TABLES = [{"name": "t", "type": "parquet", "paths": ["{root}/tables/*.parquet"]}]
@@ -81,8 +83,8 @@ AGAINST = {**CURATED, "duplicates": {"exact": "text"}, "against": ["{root}/none"
 CHAT = [{"name": "c", "type": "jsonl", "paths": ["{root}/chat.jsonl"]}]
 CHAT[0] |= {"chat": {"format": "openai", "template": "{root}/chat.jinja"}}
 TURNS = {"tokenizer.special_tokens": ["<|start|>", "<|end|>"]}
-UNMARKED = [{"name": "c", "type": "jsonl", "paths": ["{root}/chat.jsonl"]}]
-UNMARKED[0] |= {"chat": {"format": "openai", "template": "{root}/unmarked.jinja"}}
+ENDLESS = [{"name": "c", "type": "jsonl", "paths": ["{root}/endless.jsonl"]}]
+ENDLESS[0] |= {"chat": {"format": "openai", "template": "{root}/endless.jinja"}}
 MODEL = {"language": {"model": "{root}/none.bin"}}
 CUT_EVAL = {"processes": 2, "parallel": {"cp": 2}}
 ITEMS = {"decontaminate": {"files": ["{root}/none.jsonl"]}}
@@ -96,7 +98,7 @@ BEFORE_DATA = [
     Planted("preprocess", "files of sources", {"data.sources": TABLES}, "2.parquet has no column", tables),
     Planted("preprocess", "files of sources", {"data.sources": CUT}, "a.jsonl.gz", a_cut_file),
     Planted("preprocess", "tokenizer", {"tokenizer": {"path": "{root}/none.json"}}, "tokenizer.path"),
-    Planted("preprocess", "chat templates", {"data.sources": UNMARKED}, "train_on: all", an_unmarked_template),
+    Planted("preprocess", "chat templates", {"data.sources": ENDLESS}, "never learn to stop", an_endless_template),
     Planted("train", "layout", {"parallel.tp": 3, "launch.processes": 3}, "model.heads=2 cannot be cut"),
     Planted("train", "loggers", {"train.metrics.mlflow": {"experiment": "a"}}, "train.metrics.mlflow"),
     Planted("train", "schedule", {"train.schedule.warmup": "9 steps"}, "warmup 9 steps lasts"),
