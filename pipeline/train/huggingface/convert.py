@@ -258,10 +258,10 @@ def write_converted(
     with storage.writing(f"{to}"), made_folder(Path(os.path.abspath(to))) as tmp:
         with progress(console, f"{kind} (bytes)", total) as advance:
             files = _write_tensors(weights, tmp, max_shard, advance)
-            of_moments = {
-                name: _write_tensors(source, tmp / OPTIMIZER / name, max_shard, advance)
-                for name, source in moments.items()
-            }
+            of_moments: dict[str, Files] = {}
+            for name, source in moments.items():
+                storage.make_below(tmp, tmp / OPTIMIZER / name)
+                of_moments[name] = _write_tensors(source, tmp / OPTIMIZER / name, max_shard, advance)
         if tokenizer is not None:
             tokenizer.save(tmp)
             keep_template(tmp, chat_template)
@@ -294,7 +294,6 @@ def write_converted(
 
 
 def _write_tensors(source: ForeignModel, to: Path, max_shard: int | None, advance: Callable[[int], None]) -> Files:
-    to.mkdir(parents=True, exist_ok=True)
     shards = split_into_files(source.tensors, max_shard)
     return write_weight_files(to, shards, lambda wanted: _our_tensors(source, wanted), advance)
 

@@ -137,7 +137,7 @@ def _folders(given: Given, row: SettingRow) -> Settings:
     if save and load and save != load:
         given.notes.append(
             f"train.init_from: --load {load} is another folder than --save; make weights of it with "
-            "`pipeline convert from-megatron`, and give their place"
+            "`pipeline convert from-megatron --optimizer`, and give their place"
         )
     return {"run.dir": save or load} if save or load else {}
 
