@@ -67,6 +67,7 @@ def test_workers_of_the_command_are_forked_and_write_what_spawned_ones_do(config
     assert run_tokenizer(again).fingerprint == run_tokenizer(config).fingerprint
 
 
+@pytest.mark.guard
 def test_a_process_with_more_threads_spawns_its_workers(config, tmp_path):
     """Training the tokenizer leaves some."""
     again = config.model_copy(update={"run": config.run.model_copy(update={"dir": tmp_path / "again"})})

@@ -21,7 +21,7 @@ from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from slurm.local import stages
-from tests import tiers, tiny
+from tests import tiny
 
 SPECIAL = ["[MASK]", *(f"<extra_id_{number}>" for number in range(8))]
 OBJECTIVES = {
@@ -79,7 +79,8 @@ def test_where_names_the_predicted_tokens(root: Path, name: str) -> None:
     assert any(line.startswith(f"train.objective.type: {name}: ") for line in lines)
 
 
-@pytest.mark.parametrize("name", tiers.first(1, OBJECTIVES, rest="guard"))
+@pytest.mark.guard
+@pytest.mark.parametrize("name", OBJECTIVES)
 def test_when_is_the_inverse_of_where(root: Path, name: str) -> None:
     """In short windows many documents begin or end with the first token or the last."""
     objective, model = OBJECTIVES[name]

@@ -604,6 +604,7 @@ def test_a_job_can_be_submitted_from_inside_of_one(clean: Path, monkeypatch: pyt
     assert array.log(config.run.dir, 1).read_text().endswith(" done\n")
 
 
+@pytest.mark.guard
 def test_curation_that_observes_is_left_out_when_it_is_done(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     preprocess(config)

@@ -80,6 +80,7 @@ def test_a_write_of_one_rank_that_fails_is_tried_again_by_all(root: Path) -> Non
     assert [problem for checkpoint in checkpoints.all() for problem in checkpoint.problems()] == []
 
 
+@pytest.mark.guard
 def test_a_save_that_one_rank_cannot_write_is_given_up_by_all_and_training_goes_on(root: Path) -> None:
     ranks.run(
         2, _train_where_rank_1_has_no_room, root / "run.yaml", "up", 2, "train.checkpoint.retries=1", connect=False

@@ -78,6 +78,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
+@pytest.mark.guard
 def test_an_export_has_the_bytes_of_convert_and_is_made_once(root: Path, tmp_path: Path) -> None:
     keys = ("train.checkpoint.export={every_steps: 8, dtype: bf16}", "train.checkpoint.keep=9")
     run = train(root, "exported", *keys)

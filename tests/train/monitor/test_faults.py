@@ -64,6 +64,7 @@ def assert_same_training(run: Path, other: Path) -> None:
     assert state(run)["spikes"] == state(other)["spikes"]
 
 
+@pytest.mark.guard
 @pytest.mark.parametrize("kind", ["nonfinite", pytest.param("spike", marks=pytest.mark.slow)])
 def test_a_skipped_fault_leaves_the_run_as_if_its_step_had_been_passed_over(
     root: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -261,6 +262,7 @@ def test_a_loss_in_fp16_that_no_scale_explains_is_a_fault_at_once(root: Path, mo
     assert faults(run)[0]["loss_scale"] > 1
 
 
+@pytest.mark.guard
 def test_a_record_that_cannot_be_written_does_not_end_the_run(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch, {14: INF})
     (root / "unwritable").mkdir()

@@ -105,6 +105,7 @@ def _results(passes: DuplicatePasses) -> dict[str, Any]:
     return {"removed": removed(passes)}
 
 
+@pytest.mark.guard
 def test_result_is_independent_of_chunks_buckets_and_engines(tmp_path: Path) -> None:
     pytest.importorskip("numba")
     texts = {"web": family_texts(2, 60), "book": family_texts(3, 30)}
