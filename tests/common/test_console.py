@@ -218,6 +218,7 @@ def test_nothing_prints_past_it() -> None:
         # A protocol between two of our processes, on a pipe.
         ("pipeline/common/limited_child.py", "sys.stdout.buffer.write"),
         ("slurm/notify/webhook.py", "sys.stdout.write"),
+        ("pipeline/data/chat/child.py", "sys.stdout.buffer.write"),
         ("slurm/doctor/health.py", "print"),
         # Sanitized by `visible_log`.
         ("slurm/logs/follow.py", "console.file.write"),

@@ -26,7 +26,8 @@ UNBOUNDED = {
             "train.ProfileConfig.steps",
             "heldout.HeldOutSetConfig.every_steps",
         ),
-        *("blend.SkipConfig.from_step", "train.InitFromConfig.step", "run.ResumeConfig.from_"),
+        *("blend.SkipConfig.from_step", "weights.InitFromConfig.step", "run.ResumeConfig.from_"),
+        *("weights.WeightsConfig.step", "weights.InitFromConfig.tokens"),
     ),
     "a set of ranges keeps their ends": ("blend.Range.first", "blend.Range.last"),
     "more than there are means all": (

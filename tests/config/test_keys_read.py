@@ -321,11 +321,18 @@ def _with_jsonl(root: Path) -> Path:
             "paths": [str(root / "c.jsonl")],
             "messages": {"roles": {"user": "{content}"}},
         },
+        {
+            "name": "talks",
+            "type": "jsonl",
+            "paths": [str(root / "c.jsonl")],
+            "chat": {"format": "openai", "template": str(root / "chat.jinja"), "train_on": "all"},
+        },
         {"name": "crawl", "type": "warc", "paths": [str(root / "a.warc")], "warc": {"html": "skip"}},
     ]
     tale = {"name": "tale", "paths": [str(root / "land" / "00*.txt")]}
     sets = {"tales": {"sources": ["tale", "sea"], "sequence_length": 16, "every_steps": 2, "objective": {}}}
     best = {"keep_best": 1, "best_of": "tales", "every_steps": 2}
+    (root / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     (root / "a.csv").write_text("".join(f"{n},wind and sea {n}\n" for n in range(20)))
     chats = [json.dumps({"messages": [{"role": "user", "content": f"wind and sea {n}"}]}) for n in range(20)]
     (root / "c.jsonl").write_text("\n".join(chats))

@@ -66,7 +66,7 @@ def test_durations(tmp_path: Path, text: str, count: int, unit: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["10", "ten steps", "1.5 steps", "-3 steps", "5 epochs", "[1]", "", "1e400 steps", "1e99999999999999999999 steps"],
+    ["10", "ten steps", "1.5 steps", "-3 steps", "5 lunches", "[1]", "", "1e400 steps", "1e99999999999999999999 steps"],
 )
 def test_bad_durations(tmp_path: Path, text: str) -> None:
     message = refused(write(tmp_path), f"train.duration={text}")

@@ -114,7 +114,7 @@ def to_hf(
     free_folder(to)
     found = open_weights(source, step, weights, full=full)
     template = found.chat_template if chat_template is None else read_template(chat_template, "--chat-template")
-    chat = None if template is None else ChatPrompts(template, found.tokenizer, str(chat_template or found.name))
+    chat = None if template is None else ChatPrompts(template, found.tokenizer, _template_place(chat_template, found))
     if pooled and found.model.direction == "causal":
         raise UserError(
             "--pooled is for encoders, and model.direction is causal: of a text its last token alone has seen all; "
@@ -467,6 +467,10 @@ def _sampling(config: Mapping[str, Any]) -> Json:
         del values["temperature"]
         return {**values, "do_sample": False}
     return {**values, "do_sample": True} if values else {}
+
+
+def _template_place(file: Path | None, found: WeightSource) -> str:
+    return found.name if file is None else f"--chat-template {file}"
 
 
 def _template_of(folder: Path) -> str | None:

@@ -85,6 +85,7 @@ CHAT[0] |= {"chat": {"format": "openai", "template": "{root}/chat.jinja"}}
 TURNS = {"tokenizer.special_tokens": ["<|start|>", "<|end|>"]}
 ENDLESS = [{"name": "c", "type": "jsonl", "paths": ["{root}/endless.jsonl"]}]
 ENDLESS[0] |= {"chat": {"format": "openai", "template": "{root}/endless.jinja"}}
+PACKED = {"data.loader.packing": "best_fit", "model.document_attention": True}
 MODEL = {"language": {"model": "{root}/none.bin"}}
 CUT_EVAL = {"processes": 2, "parallel": {"cp": 2}}
 ITEMS = {"decontaminate": {"files": ["{root}/none.jsonl"]}}
@@ -98,7 +99,7 @@ BEFORE_DATA = [
     Planted("preprocess", "files of sources", {"data.sources": TABLES}, "2.parquet has no column", tables),
     Planted("preprocess", "files of sources", {"data.sources": CUT}, "a.jsonl.gz", a_cut_file),
     Planted("preprocess", "tokenizer", {"tokenizer": {"path": "{root}/none.json"}}, "tokenizer.path"),
-    Planted("preprocess", "chat templates", {"data.sources": ENDLESS}, "never learn to stop", an_endless_template),
+    Planted("preprocess", "chat templates", PACKED | {"data.sources": ENDLESS}, "learn to stop", an_endless_template),
     Planted("train", "layout", {"parallel.tp": 3, "launch.processes": 3}, "model.heads=2 cannot be cut"),
     Planted("train", "loggers", {"train.metrics.mlflow": {"experiment": "a"}}, "train.metrics.mlflow"),
     Planted("train", "schedule", {"train.schedule.warmup": "9 steps"}, "warmup 9 steps lasts"),
