@@ -145,7 +145,7 @@ def _as_asked(
         )
     ids = [found.encode([{"role": "user", "content": prompt}]) for prompt in prompts]
     found.close()
-    return ids, replace(sampling, end_tokens=found.end_tokens)
+    return ids, replace(sampling, **found.sampling)
 
 
 def read_prompts(file: Path) -> list[str]:

@@ -18,6 +18,7 @@ from pipeline.config.load import load
 from pipeline.data.loading.batch import StepData
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import export
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.layout import Layout
@@ -29,6 +30,7 @@ from pipeline.train.parallel.tested import OF_EXPERTS, OVERLAPPED, TESTED, WITHI
 from pipeline.train.planning.teacher import TeacherPlan
 from pipeline.train.rules.layout_check import planned_spec
 from pipeline.train.run.folder import read_metrics
+from pipeline.train.start.teacher import _described
 from tests import tiny
 from tests.tiers import first
 from tests.train.distributed.ranks import Ranks
@@ -206,6 +208,18 @@ def test_what_does_not_fit_is_refused_by_name(root: Path, donor: Path, teacher: 
         assert code == 2 and words in out, (keys, out)
     code, out = start(root, "refused", run_of, "parallel.pp=2", "launch.processes=2")
     assert code == 2
+
+
+@pytest.mark.guard
+def test_a_teacher_has_its_own_tokens(root: Path, teacher: Path, tmp_path: Path) -> None:
+    """Those that the run adds to its own tokenizer are not given to it, and those that it has count."""
+    keys = f"tokenizer={{path: {teacher}, add_tokens: [<|turn|>]}}"
+    folder = shutil.copytree(teacher, tmp_path / "has")
+    Tokenizer.load(teacher, load(root / "run.yaml", [keys]).tokenizer).save(folder)
+    for place, has in ((teacher, False), (folder, True)):
+        config = load(root / "run.yaml", [keys, f"train.distill.teacher.hf={place}"])
+        own = _described(config).tokenizer
+        assert own is not None and ("<|turn|>" in own.special_tokens) is has
 
 
 @pytest.mark.guard

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 ChatFormat = Literal["openai", "sharegpt", "prompt_completion"]
@@ -28,19 +29,39 @@ class Conversation(NamedTuple):
     trained: tuple[bool, ...]
     """For each message of the assistant, whether it may be trained on: its `weight` is not 0."""
 
-    def strings(self) -> Iterator[str]:
-        """All strings of it, names of keys of arguments too."""
+    def is_marked_by(self, spans: Iterable[str]) -> bool:
+        """True if each span of text has the content and the calls of one answer, in their order."""
+        answers = [message for message in self.messages if message["role"] == "assistant"]
+        found = list(spans)
+        return len(found) == len(answers) and all(map(_is_in, answers, found))
+
+    def strings(self) -> Iterator[tuple[bool, str]]:
+        """All strings of it, names of keys of arguments too, and whether they are of an answer."""
         for message in self.messages:
+            is_answer = message["role"] == "assistant"
             for key, value in message.items():
                 if key == "role":
                     continue
-                yield from _strings(value)
+                yield from ((is_answer, text) for text in _strings(value))
                 if isinstance(value, list):
                     # A template may put the parts of a content together.
-                    yield "".join(
-                        part["text"] for part in value if type(part) is dict and type(part.get("text")) is str
-                    )
-        yield from _strings(self.tools)
+                    parts = (part["text"] for part in value if type(part) is dict and type(part.get("text")) is str)
+                    yield is_answer, "".join(parts)
+        yield from ((False, text) for text in _strings(self.tools))
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Pattern that finds each of some texts, of several at a place the longest."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+def _is_in(answer: dict[str, Any], span: str) -> bool:
+    """True if a span of text has all that an answer says; an answer that says nothing is in none."""
+    content = answer["content"]
+    parts = [part["text"] for part in content] if isinstance(content, list) else [content]
+    calls = [call.get("function", call)["name"] for call in answer.get("tool_calls", ())]
+    said = [text.strip() for text in (*parts, *calls) if text.strip()]
+    return bool(said) and all(text in span for text in said)
 
 
 class UnusableConversation(Exception):

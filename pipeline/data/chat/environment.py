@@ -14,11 +14,10 @@ from datetime import datetime
 from types import GeneratorType
 from typing import Any
 
-from jinja2 import TemplateError, nodes, pass_eval_context
+from jinja2 import TemplateError, Undefined, nodes, pass_eval_context
 from jinja2.ext import Extension
 from jinja2.ext import loopcontrols as LoopControls
 from jinja2.meta import find_undeclared_variables
-from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pipeline.data.chat.results import DATE_FUNCTION, BadTemplate, CannotRender, RenderedChat, Used
@@ -108,7 +107,7 @@ class ChatEnvironment:
         spans: list[tuple[int, int]] = []
         for start, part in tracker.found:
             # Text that a macro or a filter holds back is written later, at a place that nobody knows.
-            if text[start : start + len(part)] != part:
+            if text[start : start + len(part)] != part or (spans and start < spans[-1][1]):
                 raise CannotRender("a generation block is inside of a macro or filter, so its place is not known")
             if spans and spans[-1][1] == start:
                 spans[-1] = (spans[-1][0], start + len(part))
@@ -126,7 +125,7 @@ def _marks(tree: nodes.Template) -> bool:
 
 def _plain(value: Any) -> Any:
     """Refuse values whose text has an address in memory, which is another one each time."""
-    if isinstance(value, GeneratorType | Macro | type(_raise)):
+    if isinstance(value, GeneratorType) or (callable(value) and not isinstance(value, Undefined)):
         raise TemplateError(f"a template cannot print a {type(value).__name__}")
     return value
 

@@ -21,8 +21,9 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"to": {"type": "string"}}, "required": ["to"]},
     },
 }
+_SECOND = {"role": "assistant", "content": "As far."}
 PROBES: dict[str, dict[str, Any]] = {
-    "two turns": {"messages": [_USER, _ANSWER, {"role": "user", "content": "And back?"}, _ANSWER]},
+    "two turns": {"messages": [_USER, _ANSWER, {"role": "user", "content": "And back?"}, _SECOND]},
     "tools": {
         "messages": [
             _USER,

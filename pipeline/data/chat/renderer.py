@@ -68,6 +68,10 @@ class ChatRenderer:
             BadTemplate: it cannot be compiled.
             MachineError: no process can be started.
         """
+        try:
+            json.dumps(variables)
+        except (TypeError, ValueError) as error:  # a time or bytes of a table
+            raise CannotRender(f"a value of the record is none of JSON: {error}"[:300]) from None
         with self._lock:
             process = self._started()
             found = self._ask(process, variables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,8 @@ def template_of_tokenizer(folder: Path, key: str) -> str:
         return read_template(folder / TEMPLATE_FILE, key)
     found = _tokenizer_config(folder).get("chat_template")
     if isinstance(found, list):  # several, with names
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        named = [each.get("template") for each in found if isinstance(each, dict) and each.get("name") == "default"]
+        found = named[0] if named else None
     if not isinstance(found, str):
         raise UserError(
             f"{key}: {folder} has no chat template, neither {TEMPLATE_FILE} nor chat_template in {TOKENIZER_CONFIG}; "
@@ -75,23 +76,30 @@ def tokens_of_tokenizer(folder: Path) -> dict[str, str]:
     return found
 
 
-def special_tokens_of(file: Path) -> frozenset[str]:
-    """Texts of the added tokens of a `tokenizer.json` that are special; none where it cannot be read."""
+def added_tokens_of(file: Path) -> dict[str, bool]:
+    """Texts of the added tokens of a `tokenizer.json`, and whether they are special; none where it cannot be read."""
     try:
         status = file.stat()
-        return _special_tokens(file, status.st_size, status.st_mtime_ns)
+        return _added_tokens(file, status.st_size, status.st_mtime_ns)
     except OSError:
-        return frozenset()
+        return {}
+
+
+def turn_marks(template: str, added: Mapping[str, bool]) -> frozenset[str]:
+    """Added tokens that a template names though they are not special, such as the marks of turns of some tokenizers.
+
+    A user who writes one forges a turn. Answers may have them: a thought begins and ends with some.
+    """
+    return frozenset(token for token, special in added.items() if not special and token.strip() and token in template)
 
 
 @lru_cache(maxsize=4)
-def _special_tokens(file: Path, size: int, mtime_ns: int) -> frozenset[str]:
+def _added_tokens(file: Path, size: int, mtime_ns: int) -> dict[str, bool]:
     try:
         value = orjson.loads(storage.read_bytes(file, _MOST_TOKENIZER))
-        added = value["added_tokens"]
-        return frozenset(each["content"] for each in added if each.get("special") and each["content"])
+        return {each["content"]: bool(each.get("special")) for each in value["added_tokens"] if each["content"]}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return frozenset()  # whoever opens the tokenizer says what is wrong
+        return {}  # whoever opens the tokenizer says what is wrong
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

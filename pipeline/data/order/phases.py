@@ -84,9 +84,11 @@ def _end_sample(duration: Duration, segments: list[Segment]) -> int | None:
             f"{key} needs one source of packs for the whole run (data.loader.packing: best_fit), and this run {found}: "
             "give train.duration in steps or tokens, with max_epochs and on_exhausted: stop for the epochs of a source"
         )
+    if duration.count < 1:
+        raise UserError(f"{key} is no run; give 1 epoch or more")
     ((_, (_, _, packs)),) = texts
     assert packs is not None
-    return max(1, duration.count) * packs
+    return duration.count * packs
 
 
 def phase_at(config: Config, journal: Journal, step: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,15 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.objects.urls import is_url
-from pipeline.data.chat.conversation import ChatFormat, Conversation, UnusableConversation, read_conversation
+from pipeline.data.chat.conversation import (
+    ChatFormat,
+    Conversation,
+    UnusableConversation,
+    any_of,
+    read_conversation,
+)
 from pipeline.data.chat.probe import check_template
 from pipeline.data.chat.renderer import MAX_TEXT_BYTES, ChatRenderer, open_renderer
 from pipeline.data.chat.results import BadTemplate, CannotRender
 from pipeline.data.chat.template_files import (
+    added_tokens_of,
     read_template,
-    special_tokens_of,
     template_of_tokenizer,
     tokens_of_tokenizer,
+    turn_marks,
 )
 from pipeline.data.sources.template import RecordTemplate, RecordText, UnusableRecord
 
@@ -41,6 +48,7 @@ class ChatTemplate(RecordTemplate):
         template: its text.
         tokens: (name, text) of the tokens that it may name.
         special: texts of the special tokens of the tokenizer, which messages must not hold.
+        marks: further tokens that the template names, which only answers may hold.
         longest, cuts: `max_tokens`, and whether longer conversations are cut; that is up to who encodes them.
     """
 
@@ -55,6 +63,7 @@ class ChatTemplate(RecordTemplate):
     cuts: bool
     tokens: tuple[tuple[str, str], ...]
     special: tuple[str, ...]
+    marks: tuple[str, ...]
 
     @classmethod
     def of(cls, source: InputConfig, tokenizer: TokenizerConfig | None) -> ChatTemplate:
@@ -78,9 +87,12 @@ class ChatTemplate(RecordTemplate):
         else:
             text = template_of_tokenizer(folder, place)
         special = {tokenizer.end_of_document, *tokenizer.special_tokens, *tokenizer.add_tokens}
+        marks: Set[str] = frozenset()
         tokens = {"eos_token": tokenizer.end_of_document}
         if file is not None and folder is not None:
-            special |= special_tokens_of(folder / "tokenizer.json" if file.is_dir() else file)
+            added = added_tokens_of(folder / "tokenizer.json" if file.is_dir() else file)
+            special |= {token for token, is_special in added.items() if is_special}
+            marks = turn_marks(text, added) - special
             tokens |= tokens_of_tokenizer(folder)
         return cls(
             text,
@@ -94,6 +106,7 @@ class ChatTemplate(RecordTemplate):
             chat.on_long == "cut",
             tuple(sorted(tokens.items())),
             tuple(sorted(special)),
+            tuple(sorted(marks)),
         )
 
     @classmethod
@@ -101,11 +114,13 @@ class ChatTemplate(RecordTemplate):
         """The template of a plan."""
         made = dict(settings[CHAT])
         tokens, special = tuple(sorted(made.pop("tokens").items())), tuple(made.pop("special"))
-        return cls(template=settings[CHAT_TEMPLATE], tokens=tokens, special=special, **made)
+        marks = tuple(made.pop("marks"))
+        return cls(template=settings[CHAT_TEMPLATE], tokens=tokens, special=special, marks=marks, **made)
 
     def settings(self) -> dict[str, Any]:
         """The section of the run file, the tokens and the text of the template."""
-        made = asdict(self) | {"tokens": dict(self.tokens), "special": list(self.special)}
+        made = asdict(self) | {"tokens": dict(self.tokens)}
+        made |= {"special": list(self.special), "marks": list(self.marks)}
         return {CHAT: made, CHAT_TEMPLATE: made.pop("template")}
 
     @property
@@ -146,7 +161,11 @@ class ChatTemplate(RecordTemplate):
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
-        return re.compile("|".join(map(re.escape, sorted(self.special, key=len, reverse=True))) or r"(?!)")
+        return any_of(self.special)
+
+    @cached_property
+    def _marks(self) -> re.Pattern[str]:
+        return any_of((*self.special, *self.marks))
 
     @property
     def _renderer(self) -> ChatRenderer:
@@ -195,18 +214,20 @@ class ChatTemplate(RecordTemplate):
             raise UnusableRecord("the chat template refuses it", str(error)) from None
         except BadTemplate as error:
             raise UserError(f"chat.template: {error}") from None
-        return RecordText(text, self._trained(conversation, spans) if self.masks else ())
+        return RecordText(text, self._trained(conversation, text, spans) if self.masks else ())
 
     def _refuse_special(self, conversation: Conversation) -> None:
-        for text in conversation.strings():
-            if found := self._special.search(text):
+        for is_answer, text in conversation.strings():
+            if found := (self._special if is_answer else self._marks).search(text):
                 raise UnusableRecord(SPECIAL_IN_CONTENT, found[0])
 
-    def _trained(self, conversation: Conversation, spans: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
+    def _trained(
+        self, conversation: Conversation, text: str, spans: tuple[tuple[int, int], ...]
+    ) -> tuple[tuple[int, int], ...]:
         """The spans that are trained on, by `train_on` and the weights of messages."""
         trained = conversation.trained
         chooses = self.train_on == "last" or not all(trained)
-        if chooses and len(spans) != len(trained):
+        if chooses and not conversation.is_marked_by(text[start:end] for start, end in spans):
             detail = f"{len(spans)} marked spans of {len(trained)} messages of the assistant"
             raise UnusableRecord("marked spans are not one for each answer", detail)
         if chooses:

@@ -11,14 +11,15 @@ from typing import Any
 import orjson
 
 from pipeline.common.errors import UserError
+from pipeline.data.chat.conversation import any_of
 from pipeline.data.chat.kept_template import find_template
 from pipeline.data.chat.probe import PROBES, check_template
 from pipeline.data.chat.renderer import ChatRenderer
 from pipeline.data.chat.results import CannotRender
-from pipeline.data.chat.template_files import read_template
+from pipeline.data.chat.template_files import read_template, turn_marks
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
-_ANSWER: str = PROBES["two turns"]["messages"][-1]["content"]
+_ANSWERS = [message["content"] for message in PROBES["two turns"]["messages"] if message["role"] == "assistant"]
 _LONGEST = 2**24
 """Bytes of the text of a conversation at most."""
 
@@ -29,6 +30,7 @@ class ChatPrompts:
     Attributes:
         template: as given.
         end_tokens: ids that end an answer, besides the end of a document.
+        special_ids: ids of the special tokens, which are no text of an answer.
 
     Args:
         template: Jinja, as in `chat_template.jinja`. A template that asks for the date gets that of today.
@@ -41,14 +43,16 @@ class ChatPrompts:
 
     def __init__(self, template: str, tokenizer: Tokenizer, place: str) -> None:
         self.template, self._tokenizer = template, tokenizer
-        added = orjson.loads(tokenizer.definition)["added_tokens"]
-        special = {each["content"] for each in added if each["special"]}
+        added = {each["content"]: each for each in orjson.loads(tokenizer.definition)["added_tokens"]}
+        special = {token for token, each in added.items() if each["special"]}
         special |= {tokenizer.end_of_document_token, *tokenizer.special_tokens}
-        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-        self._tokens = dict.fromkeys(("bos_token", "eos_token"), tokenizer.end_of_document_token)
+        self.special_ids = frozenset(added[token]["id"] for token in special if token in added)
+        marks = turn_marks(template, {token: token in special for token in added})
+        self._special, self._marks = any_of(special), any_of((*special, *marks))
+        self._tokens = {"eos_token": tokenizer.end_of_document_token}
         self._renderer = ChatRenderer(template, date.today().isoformat(), _LONGEST)
         found = check_template(self._renderer, self._tokens, special, masks=False, place=place)
-        if _ANSWER not in found["two turns"].text:
+        if _ANSWERS[-1] not in found["two turns"].text:
             raise UserError(
                 f"{place}: the chat template leaves out what messages say; name a template of conversations"
             )
@@ -73,16 +77,25 @@ class ChatPrompts:
                 the conversation.
         """
         for number, message in enumerate(messages):
-            if found := self._special.search(message["content"]):
+            pattern = self._special if message["role"] == "assistant" else self._marks
+            if found := pattern.search(message["content"]):
                 raise UserError(
                     f"message {number} has the text of the special token {found[0]!r}, which could pass for the begin "
                     "or the end of a turn; leave it out"
                 )
         variables = {**self._tokens, "messages": list(messages), "tools": None, "add_generation_prompt": True}
+        today = date.today().isoformat()
+        if self._renderer.date != today:
+            self._renderer = ChatRenderer(self.template, today, _LONGEST)
         try:
             return self._renderer.render(variables).text
         except CannotRender as error:
             raise UserError(f"the chat template refuses the conversation: {error}") from None
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Settings of `Sampling` for answers."""
+        return {"end_tokens": self.end_tokens, "hidden_tokens": self.special_ids}
 
     def close(self) -> None:
         """End the process that renders."""
@@ -91,8 +104,8 @@ class ChatPrompts:
     def _ends_of_turns(self, text: str) -> tuple[int, ...]:
         """Special tokens that follow an answer, in a conversation of two turns."""
         found = set()
-        for part in text.split(_ANSWER)[1:]:
-            if follows := self._special.match(part.lstrip()):
+        for part in re.split("|".join(map(re.escape, _ANSWERS)), text)[1:]:
+            if follows := self._marks.match(part.lstrip()):
                 ids = self._tokenizer.encode_parsed(follows[0])[0]
                 found |= set(ids) if len(ids) == 1 else set()
         return tuple(sorted(found - {self._tokenizer.end_of_document}))

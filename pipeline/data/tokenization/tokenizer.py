@@ -135,8 +135,15 @@ class Tokenizer:
                 raise UserError(
                     f"tokenizer.add_tokens: {file} has {token!r} already; name it in tokenizer.special_tokens instead"
                 )
+        last = max(engine.get_vocab(with_added_tokens=True).values())
         special = [*config.special_tokens, *config.add_tokens]
-        return cls(engine, config.end_of_document, special, config.allow_special, file)
+        found = cls(engine, config.end_of_document, special, config.allow_special, file)
+        if wrong := [token for token in config.add_tokens if found.special_tokens[token] <= last]:
+            raise UserError(
+                f"tokenizer.add_tokens: the ids of {file} have a hole, and {wrong[0]!r} would get id "
+                f"{found.special_tokens[wrong[0]]} in it; write them into its added_tokens, with ids from {last + 1} on"
+            )
+        return found
 
     @classmethod
     def train(cls, texts: Iterator[str], config: TokenizerConfig) -> Tokenizer:
@@ -326,14 +333,19 @@ class Tokenizer:
     @cached_property
     def _parser(self) -> tokenizers.Tokenizer:
         """A copy of the tokenizer that finds special tokens in a text."""
-        engine = load_definition(self.definition.encode(), self._file)
+        state = orjson.loads(self.definition)
+        for token in state["added_tokens"]:
+            # What a normalizer makes of other text must not become one.
+            token["normalized"] = token["normalized"] and not token["special"]
+        engine = load_definition(orjson.dumps(state), self._file)
         engine.encode_special_tokens = False
         return engine
 
     def encode_parsed(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Ids of a text in which special tokens count as such, and the characters [first, end) that each id is of."""
         with self._readable_errors([text]), parsing("tokenizers"):
-            found = self._parser.encode(text, add_special_tokens=False)
+            # Other threads go on while a batch is encoded.
+            found = self._parser.encode_batch([text], add_special_tokens=False)[0]
         return found.ids, found.offsets
 
     def decode(self, ids: Any) -> str:

@@ -392,7 +392,8 @@ class GenerationBatch:
         row.count += 1
         if row.seen_V is not None:
             row.seen_V[token.id] = True
-        text = row.stop.add(row.detokenizer.add(token.id))
+        hidden = token.id in row.sampling.hidden_tokens
+        text = row.stop.add("" if hidden else row.detokenizer.add(token.id))
         if row.stop.found:
             return GeneratedText(text, (token,), "stop")
         if row.count < row.most:

@@ -43,6 +43,8 @@ class Sampling:
     """The text ends before the first of these: the one that is complete first, and of several the longest."""
     end_tokens: tuple[int, ...] = ()
     """Ids of tokens that end the text as the end of document does: the end of a turn, say."""
+    hidden_tokens: frozenset[int] = frozenset()
+    """Ids of tokens that are taken, and are no text: special tokens in an answer, say."""
     seed: int = 0
     """The draws depend on it, the prompt and the probabilities alone."""
     logprobs: int | None = None

@@ -59,7 +59,8 @@ class Body(BaseModel):
             value = getattr(self, name)
             if value is not None and value not in neutral:
                 allowed = " or ".join(repr(each) for each in neutral) or "null"
-                raise ValueError(f"{name}: {_plain(str(value))} is not supported here; leave it out, or give {allowed}")
+                shown = _plain(str(value)) if isinstance(value, str | int | float) else "this"
+                raise ValueError(f"{name}: {shown} is not supported here; leave it out, or give {allowed}")
         return self
 
 

@@ -33,16 +33,14 @@ def router(serving: Serving) -> APIRouter:
             check_new_tokens(serving, body, field)
         chat = serving.served.chat
         if chat is None:
-            raise Refusal(
-                404,
-                "the model has no chat template: start the server with --chat-template FILE, or use /v1/completions",
-            )
+            why = serving.served.chat_problem or "the model has no chat template"
+            raise Refusal(404, f"{why}: start the server with --chat-template FILE, or use /v1/completions")
         ids = await _encode(serving, chat, body, texts)
         log_prompts(serving, [each["content"] for each in body.messages])
         most = body.max_completion_tokens or body.max_tokens or serving.worker.max_length
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = [
-            TextRequest(ids, body.sampling(seed, most, logprobs=logprobs, end_tokens=chat.end_tokens))
+            TextRequest(ids, body.sampling(seed, most, logprobs=logprobs, **chat.sampling))
             for seed in seeds(body.seed, texts)
         ]
         choices = [_Choice(index, logprobs is not None) for index in range(texts)]

@@ -40,6 +40,13 @@ def load_served(config: Config, which: WeightsOf, chat_template: Path | None = N
     """
     loaded = load_decoder(config, which)
     source = loaded.source
+    chat, problem = None, None
+    try:
+        chat = chat_prompts(source.path, loaded.tokenizer, chat_template)
+    except UserError as error:
+        if chat_template is not None:
+            raise
+        problem = str(error)
     return Served(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
@@ -51,7 +58,8 @@ def load_served(config: Config, which: WeightsOf, chat_template: Path | None = N
         loaded_at=time.time(),
         average=section_of(source, config.eval.weights) == "ema",
         folder=source.path.name if isinstance(source, ExportedWeights) else None,
-        chat=chat_prompts(source.path, loaded.tokenizer, chat_template),
+        chat=chat,
+        chat_problem=problem,
     )
 
 

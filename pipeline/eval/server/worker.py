@@ -48,6 +48,8 @@ class Served:
     """Name of the folder of the weights; None for a checkpoint."""
     chat: ChatPrompts | None = None
     """For conversations; None if there is no chat template."""
+    chat_problem: str | None = None
+    """Why the chat template beside the weights cannot be used."""
 
     @property
     def id(self) -> str:

@@ -114,7 +114,7 @@ def to_hf(
     free_folder(to)
     found = open_weights(source, step, weights, full=full)
     template = found.chat_template if chat_template is None else read_template(chat_template, "--chat-template")
-    chat = None if template is None else ChatPrompts(template, found.tokenizer, _template_place(chat_template, found))
+    ends_of_turns, unusable = _ends_of_turns(template, chat_template, found)
     if pooled and found.model.direction == "causal":
         raise UserError(
             "--pooled is for encoders, and model.direction is causal: of a text its last token alone has seen all; "
@@ -146,7 +146,7 @@ def to_hf(
         padding = _padding(found, ends.get("decoder_start_token_id"))
         if found.model.direction == "causal":
             fills = ends["eos_token_id"] if padding is None else padding[1]
-            stops = {} if chat is None else {"eos_token_id": [*chat.end_tokens, ends["eos_token_id"]]}
+            stops = {"eos_token_id": [*ends_of_turns, ends["eos_token_id"]]} if ends_of_turns else {}
             settings = {**ends, **stops, "pad_token_id": fills, **_sampling(found.config or {})}
             storage.put_json(tmp / GENERATION_FILE, settings)
         found.tokenizer.save(tmp)
@@ -173,6 +173,7 @@ def to_hf(
             f"\nwarning: transformers takes token {family.padding} for padding in every {family.title}; texts that "
             "have it are computed otherwise there"
         )
+    warning += f"\nwarning: {unusable}" if unusable else ""
     if unknown := sorted(set(_MARKS.findall(template or "")) - set(found.tokenizer.added_tokens)):
         warning += (
             f"\nwarning: {chat_template} has {', '.join(unknown)}, which the tokenizer splits as ordinary text; a "
@@ -469,8 +470,19 @@ def _sampling(config: Mapping[str, Any]) -> Json:
     return {**values, "do_sample": True} if values else {}
 
 
-def _template_place(file: Path | None, found: WeightSource) -> str:
-    return found.name if file is None else f"--chat-template {file}"
+def _ends_of_turns(template: str | None, file: Path | None, found: WeightSource) -> tuple[tuple[int, ...], str | None]:
+    """Ids of tokens that end a turn by a template, and why a template beside the weights cannot be used."""
+    if template is None:
+        return (), None
+    place = found.name if file is None else f"--chat-template {file}"
+    try:
+        chat = ChatPrompts(template, found.tokenizer, place)
+    except UserError as error:
+        if file is not None:
+            raise
+        return (), str(error)
+    chat.close()
+    return chat.end_tokens, None
 
 
 def _template_of(folder: Path) -> str | None:

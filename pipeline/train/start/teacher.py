@@ -189,7 +189,7 @@ def _described(config: Config) -> _Described:
     if wanted.hf is not None:
         found = HuggingFaceFolder(wanted.hf, vocab_multiple=config.model.vocab_multiple)
         shapes = {name: each.shape for name, each in found.tensors.items()}
-        return _Described(wanted.hf, found.model, found.tokenizer(config.tokenizer), shapes, found.positions)
+        return _Described(wanted.hf, found.model, _own_tokenizer(found, config), shapes, found.positions)
     place = WeightsPlace(wanted, _KEY)
     checkpoint = place.checkpoint()
     if checkpoint is None:
@@ -201,6 +201,17 @@ def _described(config: Config) -> _Described:
     model = _model(checkpoint.state()["fingerprints"]["model"], checkpoint.path)
     shapes = place.shapes_in(checkpoint)
     return _Described(checkpoint.path, model, Tokenizer.open(checkpoint.path), shapes)
+
+
+def _own_tokenizer(found: HuggingFaceFolder, config: Config) -> Tokenizer:
+    """The tokenizer of a folder; tokens that the run adds to its own are among it only if the folder has them."""
+    added = found.tokenizer(config.tokenizer.model_copy(update={"add_tokens": [], "allow_special": []})).added_tokens
+    has = [token for token in config.tokenizer.add_tokens if token in added]
+    special = [*config.tokenizer.special_tokens, *has]
+    allowed = [token for token in config.tokenizer.allow_special if token in special]
+    return found.tokenizer(
+        config.tokenizer.model_copy(update={"special_tokens": special, "add_tokens": [], "allow_special": allowed})
+    )
 
 
 def _model(values: object, where: Path) -> ModelConfig:

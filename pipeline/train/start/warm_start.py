@@ -164,6 +164,11 @@ def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> 
 def _check_tokenizer(trained_with: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path) -> list[str]:
     """Lines on a tokenizer that adds tokens to that of the weights, or is another one and allowed."""
     if added := added_tokens(trained_with, tokenizer):
+        if config.train.init_from is not None and config.train.init_from.optimizer:
+            raise UserError(
+                f"train.init_from.optimizer: the moments in {where} have no rows for tokens {added.start:,} to "
+                f"{added.stop - 1:,}, which the run's tokenizer adds (tokenizer.add_tokens): leave out one of the two"
+            )
         return [
             f"tokens {added.start:,} to {added.stop - 1:,} are not known to the weights in {where}: their rows begin "
             "as the mean of all others"

@@ -135,6 +135,11 @@ def test_other_runs_than_of_one_source_of_packs_are_refused(changes, says):
         plan_journal(run_file(2, 4, **changes), {"a": conversations(0), "b": conversations(1)})
 
 
+def test_no_epoch_is_no_run():
+    with pytest.raises(UserError, match="0 epochs is no run"):
+        plan_journal(run_file(0, 4), {"a": conversations(0)})
+
+
 @pytest.mark.parametrize("key", ["schedule.warmup", "schedule.decay", "phases"])
 def test_only_the_duration_has_epochs(key):
     with pytest.raises(ValueError, match="only train.duration has epochs"):

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 from openai import APIStatusError, OpenAI
 
+from pipeline.common.errors import UserError
 from pipeline.config import Config
 from pipeline.config.load import load
+from pipeline.data.chat.kept_template import keep_template
+from pipeline.data.chat.template_files import TEMPLATE_FILE
 from pipeline.data.tokenization.chat_prompts import ChatPrompts
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.eval.generation.generate import generate
 from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.inference import load_decoder
+from pipeline.eval.text import continue_prompt
+from pipeline.train.checkpoint.manager import Checkpoints
 from tests.eval.server.running import Running, running
 from tests.eval.small import trained
 
@@ -148,3 +153,33 @@ def test_turns_end_as_the_template_says(config: Config) -> None:
     assert isinstance(tokenizer, Tokenizer)
     assert ChatPrompts(TEMPLATE, tokenizer, "x").end_tokens == (tokenizer.special_tokens["<|end|>"],)
     assert ChatPrompts("{{ messages[-1].content }}{{ eos_token }}", tokenizer, "x").end_tokens == ()
+
+
+def test_special_tokens_are_no_text_of_an_answer(config: Config) -> None:
+    loaded = load_decoder(config, None)
+    ids = loaded.tokenizer.encode("the old keeper")
+    (free,) = generate(loaded.model, loaded.tokenizer, [ids], Sampling(max_tokens=6, temperature=0))
+    third = free.tokens[2]
+    (hidden,) = generate(
+        loaded.model,
+        loaded.tokenizer,
+        [ids],
+        Sampling(max_tokens=6, temperature=0, hidden_tokens=frozenset({third.id})),
+    )
+    assert [token.id for token in hidden.tokens] == [token.id for token in free.tokens]
+    shown = [token.id for token in free.tokens if token.id != third.id]
+    assert hidden.text.strip() == loaded.tokenizer.decode(shown).strip()
+
+
+def test_a_kept_template_that_cannot_be_used_keeps_no_server_from_starting(config: Config, tmp_path: Path) -> None:
+    folder = Checkpoints.of_run(config.run.dir).at(None, lambda _: []).path
+    keep_template(folder, "{{ raise_exception('needs a system message') }}")
+    try:
+        with running(config) as plain:
+            answer = plain.post("/v1/chat/completions", {"messages": [QUESTION]})
+            assert answer.status_code == 404 and "needs a system message" in answer.json()["error"]["message"]
+            assert plain.post("/v1/completions", {"prompt": "the", "max_tokens": 1}).status_code == 200
+        with pytest.raises(UserError, match="needs a system message"):
+            continue_prompt(config, chat=True)
+    finally:
+        (folder / TEMPLATE_FILE).unlink()
