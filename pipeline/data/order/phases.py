@@ -85,7 +85,7 @@ def _end_sample(duration: Duration, segments: list[Segment]) -> int | None:
             "give train.duration in steps or tokens, with max_epochs and on_exhausted: stop for the epochs of a source"
         )
     if duration.count < 1:
-        raise UserError(f"{key} is no run; give 1 epoch or more")
+        raise UserError(f"{key} trains nothing; give 1 epoch or more")
     ((_, (_, _, packs)),) = texts
     assert packs is not None
     return duration.count * packs

@@ -30,7 +30,7 @@ class ChatPrompts:
     Attributes:
         template: as given.
         end_tokens: ids that end an answer, besides the end of a document.
-        special_ids: ids of the special tokens, which are no text of an answer.
+        special_ids: ids of the special tokens, which an answer leaves out.
 
     Args:
         template: Jinja, as in `chat_template.jinja`. A template that asks for the date gets that of today.

@@ -136,7 +136,7 @@ def test_other_runs_than_of_one_source_of_packs_are_refused(changes, says):
 
 
 def test_no_epoch_is_no_run():
-    with pytest.raises(UserError, match="0 epochs is no run"):
+    with pytest.raises(UserError, match="0 epochs trains nothing"):
         plan_journal(run_file(0, 4), {"a": conversations(0)})
 
 
