@@ -3,11 +3,64 @@
 from __future__ import annotations
 
 import datetime
+import string
 from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from pipeline.config.base import MAX_SEQUENCE, DataPath, Section, Text
+
+
+def template_parts(template: str) -> list[tuple[str, str | None]]:
+    """(literal text, key behind it) of the parts of a template; the key is None at the end.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    try:
+        parts = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise ValueError(f"{error}; write braces that are text as {{{{ and }}}}") from None
+    result: list[tuple[str, str | None]] = []
+    before = ""
+    for literal, key, spec, conversion in parts:
+        if key is not None and (spec or conversion or not key.removesuffix("?")):
+            raise ValueError("a key stands alone in its braces, as in {title} or {title?}, without ! or :")
+        before += literal  # a brace that is text ends a part, too
+        if key is not None:
+            result.append((before, key))
+            before = ""
+    return [*result, (before, None)] if before else result
+
+
+def check_roles(roles: dict[str, str]) -> dict[str, str]:
+    """Texts of messages by role, each of which has `{content}` once.
+
+    Raises:
+        ValueError: One has not.
+    """
+    for role, template in roles.items():
+        if [key for _, key in template_parts(template) if key is not None] != ["content"]:
+            raise ValueError(f"the text of role {role!r} needs {{content}} once, and no other key")
+    return roles
+
+
+class MessagesConfig(Section):
+    """Conversations: a list of messages, each with a role and a content, as one text; as `chat` with `roles`."""
+
+    key: Text = "messages"
+    """Key or column of the list."""
+    role_key: Text = "role"
+    """Key of a message's role."""
+    content_key: Text = "content"
+    """Key of a message's text."""
+    roles: dict[str, Text] = Field(min_length=1)
+    """Text of a message by its role, with `{content}` in it. A conversation with another role is rejected."""
+
+    @field_validator("roles")
+    @classmethod
+    def _templates(cls, roles: dict[str, str]) -> dict[str, str]:
+        return check_roles(roles)
 
 
 class ChatConfig(Section):
@@ -21,9 +74,12 @@ class ChatConfig(Section):
     the completion is trained on. Records of another format are rejected."""
     tools_key: Text | None = None
     """Key or column of the tools: a list, or its JSON."""
-    template: Literal["tokenizer"] | DataPath
+    template: Literal["tokenizer"] | DataPath | None = None
     """File of a chat template (Jinja), or `tokenizer`: the one in the folder of `tokenizer.path`, `chat_template.jinja`
     or in `tokenizer_config.json`."""
+    roles: dict[str, Text] | None = Field(default=None, min_length=1)
+    """Instead of a template: the text of a message by its role, with `{content}` in it. The conversation is ordinary
+    text, also where it holds special tokens, and all of it is trained on. One with another role is rejected."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
     """Tokens to train on. `assistant`: what the template marks with `{% generation %}`. `last`: of that, the last
     answer. `all`: all tokens; the dataset is then one of ordinary text."""
@@ -48,6 +104,31 @@ class ChatConfig(Section):
         if value is not None:
             datetime.date.fromisoformat(value)
         return value
+
+    @field_validator("roles")
+    @classmethod
+    def _texts(cls, roles: dict[str, str] | None) -> dict[str, str] | None:
+        return None if roles is None else check_roles(roles)
+
+    @model_validator(mode="after")
+    def _one_mode(self) -> ChatConfig:
+        if (self.template is None) == (self.roles is None):
+            raise ValueError("give exactly one of template (Jinja) and roles (a text for each role)")
+        if self.roles is not None:
+            if self.train_on != "all" or self.format == "prompt_completion":
+                raise ValueError("roles need train_on: all, and format: openai or sharegpt; a template can do the rest")
+            others = ("tools_key", "date", "special_in_content", "max_tokens", "on_long")
+            if given := [key for key in others if key in self.model_fields_set]:
+                raise ValueError(f"{given[0]} is for a template, and roles have none; leave it out")
+        return self
+
+    @property
+    def as_messages(self) -> MessagesConfig | None:
+        """The conversations as texts by role; None with a template."""
+        if self.roles is None:
+            return None
+        role, content = ("from", "value") if self.format == "sharegpt" else ("role", "content")
+        return MessagesConfig(key=self.messages_key, role_key=role, content_key=content, roles=self.roles)
 
     @model_validator(mode="after")
     def _cut_at_marks(self) -> ChatConfig:

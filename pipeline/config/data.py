@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import string
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -21,7 +20,7 @@ from pipeline.config.base import (
     Text,
 )
 from pipeline.config.blend import LossWeight, Packing, Slice
-from pipeline.config.chat import ChatConfig
+from pipeline.config.chat import ChatConfig, MessagesConfig, template_parts
 from pipeline.config.curation.curate import CleanConfig, CurateConfig
 from pipeline.config.plugins import NamedPlugin, SourceOptions, find_plugin, is_plugin
 from pipeline.config.remote import RemoteConfig
@@ -96,49 +95,6 @@ class WarcConfig(Section):
     5,000 links."""
 
 
-def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """(literal text, key behind it) of the parts of a template; the key is None at the end.
-
-    Raises:
-        ValueError: it is not one.
-    """
-    try:
-        parts = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise ValueError(f"{error}; write braces that are text as {{{{ and }}}}") from None
-    result: list[tuple[str, str | None]] = []
-    before = ""
-    for literal, key, spec, conversion in parts:
-        if key is not None and (spec or conversion or not key.removesuffix("?")):
-            raise ValueError("a key stands alone in its braces, as in {title} or {title?}, without ! or :")
-        before += literal  # a brace that is text ends a part, too
-        if key is not None:
-            result.append((before, key))
-            before = ""
-    return [*result, (before, None)] if before else result
-
-
-class MessagesConfig(Section):
-    """Conversations: a list of messages, each with a role and a content, as one text."""
-
-    key: Text = "messages"
-    """Key or column of the list."""
-    role_key: Text = "role"
-    """Key of a message's role."""
-    content_key: Text = "content"
-    """Key of a message's text."""
-    roles: dict[str, Text] = Field(min_length=1)
-    """Text of a message by its role, with `{content}` in it. A conversation with another role is rejected."""
-
-    @field_validator("roles")
-    @classmethod
-    def _templates(cls, roles: dict[str, str]) -> dict[str, str]:
-        for role, template in roles.items():
-            if [key for _, key in template_parts(template) if key is not None] != ["content"]:
-                raise ValueError(f"the text of role {role!r} needs {{content}} once, and no other key")
-        return roles
-
-
 class InputConfig(Section):
     """Documents by name: `paths` of files, a `hub` dataset, or a `dataset` made before."""
 
@@ -169,7 +125,7 @@ class InputConfig(Section):
     """Text of a document from several keys or columns, as in `"{title}\\n\\n{text}"`, in place of `text_key`. If a
     record has no title, `{title?}` is left out with the text between it and the next key."""
     messages: MessagesConfig | None = None
-    """Text of a document from a list of messages, in place of `text_key`."""
+    """Older spelling of `chat` with `roles`."""
     chat: ChatConfig | None = None
     """Documents are conversations: a chat template makes their text, and parts of it are trained on."""
     csv: CsvConfig = CsvConfig()
@@ -435,7 +391,7 @@ class DataConfig(Section):
             self.curate.clean != CleanConfig() or self.curate.duplicates.lines is not None
         )
         for number, source in enumerate(self.sources):
-            if edits and source.chat is not None:
+            if edits and source.chat is not None and source.chat.roles is None:
                 raise ValueError(
                     f"sources.{number}.chat: curate edits texts (clean, duplicates.lines), and the trained spans of a "
                     "conversation would be elsewhere then; remove these edits, or make the source's dataset in a run "

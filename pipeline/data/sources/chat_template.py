@@ -73,7 +73,7 @@ class ChatTemplate(RecordTemplate):
             UserError: there is no such template.
         """
         chat, place = source.chat, f"source {source.name!r}: chat.template"
-        assert chat is not None and tokenizer is not None
+        assert chat is not None and chat.template is not None and tokenizer is not None
         if tokenizer.path is not None and is_url(str(tokenizer.path)):
             raise UserError(f"{place}: tokenizer.path is a URL; chat needs a tokenizer on a disk: fetch it there")
         file = None if tokenizer.path is None else Path(tokenizer.path)

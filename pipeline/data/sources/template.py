@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipeline.config.data import MessagesConfig, template_parts
+from pipeline.config.chat import MessagesConfig, template_parts
 
 if TYPE_CHECKING:
     from pipeline.config.data import InputConfig
@@ -100,12 +100,13 @@ class RecordTemplate(ABC):
             source: of the run file.
             tokenizer: of the run file; a chat template is in its folder, and names its tokens.
         """
+        messages = source.messages if source.chat is None else source.chat.as_messages
+        if messages is not None:
+            return MessagesTemplate.of(messages)
         if source.chat is not None:
             from pipeline.data.sources.chat_template import ChatTemplate
 
             return ChatTemplate.of(source, tokenizer)
-        if source.messages is not None:
-            return MessagesTemplate.of(source.messages)
         return None if source.text_template is None else KeysTemplate(source.text_template)
 
     @classmethod

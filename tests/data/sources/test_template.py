@@ -14,7 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipeline.common.errors import UserError
-from pipeline.config.data import MessagesConfig, SourceConfig
+from pipeline.config.chat import MessagesConfig
+from pipeline.config.data import SourceConfig
 from pipeline.data.sources.arrow import ArrowReader
 from pipeline.data.sources.delimited import CsvReader
 from pipeline.data.sources.hub import HubReader
@@ -200,3 +201,22 @@ def test_what_a_run_folder_has_is_read_again(way: dict[str, Any]) -> None:
     """Every key is written there, with its default where the run file does not have it."""
     source = SourceConfig.model_validate({"name": "s", "type": "jsonl", "paths": ["a"], **way})
     assert SourceConfig.model_validate(source.model_dump(mode="json")) == source
+
+
+def test_chat_with_roles_is_messages() -> None:
+    """The same settings of a plan, so the same dataset, whichever way it is spelled."""
+    common = {"name": "s", "type": "jsonl", "paths": ["/x"]}
+    for form, keys in (("openai", {}), ("sharegpt", {"role_key": "from", "content_key": "value"})):
+        chat = {"format": form, "messages_key": "talk", "roles": ROLES, "train_on": "all"}
+        new = SourceConfig.model_validate({**common, "chat": chat})
+        old = SourceConfig.model_validate({**common, "messages": {"key": "talk", "roles": ROLES, **keys}})
+        made = RecordTemplate.from_config(new)
+        assert made is not None and made == RecordTemplate.from_config(old)
+    for changes, says in (
+        ({"train_on": "assistant"}, "roles need train_on: all"),
+        ({"template": "tokenizer"}, "exactly one of template"),
+        ({"max_tokens": 9}, "max_tokens is for a template"),
+        ({"roles": {"user": "x"}}, "content"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            SourceConfig.model_validate({**common, "chat": {**chat, **changes}})
