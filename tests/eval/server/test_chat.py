@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,14 @@ from pipeline.eval.generation.sampling import Sampling
 from pipeline.eval.inference import load_decoder
 from pipeline.eval.text import continue_prompt
 from pipeline.train.checkpoint.manager import Checkpoints
+from tests.browser import Chromium, browser
 from tests.eval.server.running import Running, running
 from tests.eval.small import trained
+
+with suppress(ImportError):  # the fixture says what is missing
+    from playwright.sync_api import expect
+
+__all__ = ["browser"]
 
 TEMPLATE = """\
 {%- for message in messages %}
@@ -183,3 +190,40 @@ def test_a_kept_template_that_cannot_be_used_keeps_no_server_from_starting(confi
             continue_prompt(config, chat=True)
     finally:
         (folder / TEMPLATE_FILE).unlink()
+
+
+@pytest.mark.guard
+def test_the_page_has_conversations(browser: Chromium, server: Running) -> None:
+    """Two turns, the second of which is answered with the first in view, as the interface answers them."""
+
+    def answer(*turns: dict[str, str]) -> str:
+        body = {"messages": [*turns], "max_tokens": 8, "temperature": 0}
+        text: str = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"]
+        return text
+
+    again = {"role": "user", "content": "the old boat"}
+    first = answer(QUESTION)
+    second = answer(QUESTION, {"role": "assistant", "content": first}, again)
+    with browser.open(server.url) as opened:
+        page = opened.page
+        page.get_by_label("Conversation").check()
+        for name, value in (("max_tokens", "8"), ("temperature", "0")):
+            page.locator(f"#{name}").fill(value)
+        shown = []
+        for message in (QUESTION, again):
+            page.get_by_label("Message").fill(message["content"])
+            page.get_by_role("button", name="Send", exact=True).click()
+            expect(page.get_by_role("button", name="Send", exact=True)).to_be_enabled()
+            shown.append("".join(page.locator(".token:not(.unseen)").all_text_contents()))
+        assert shown == [first, second]
+        assert page.locator(".turn p").all_text_contents() == [QUESTION["content"], first, again["content"]]
+        assert page.locator("#prompt").input_value() == ""
+        # A refusal takes nothing from the conversation, and the message stays in its field.
+        page.get_by_label("Message").fill("a<|end|>")
+        page.get_by_role("button", name="Send", exact=True).click()
+        expect(page.get_by_role("alert")).to_contain_text("<|end|>")
+        assert page.locator("#prompt").input_value() == "a<|end|>"
+        assert len(page.locator(".turn p").all()) == 3
+        page.get_by_role("button", name="New conversation").click()
+        assert not page.locator(".turn, .token").all()
+        opened.errors.clear()
