@@ -14,6 +14,7 @@ from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.packing.files import PackFiles
 from pipeline.data.packing.command import pack
 from pipeline.data.plan.build import make_data_plan
+from pipeline.data.provenance.document_to_steps import when
 from pipeline.data.provenance.run import open_view
 from pipeline.data.provenance.step_to_documents import where
 from pipeline.eval.perplexity import evaluate
@@ -55,6 +56,8 @@ def test_targets_in_training_validation_and_provenance(folder: Path) -> None:
                     mask = chat(folder).mask(piece.about.document)
                     found = [token for a, b in piece.predicted.tokens for token in range(a, b)]
                     assert found == mask.nonzero()[0].tolist()
+                    (times,) = when(view, "chat", document=piece.about.document, say=print).documents
+                    assert times.targets == len(found) and step in [seen.step for seen in times.seen]
                 else:
                     assert piece.predicted is None
         assert set(row["loss_by_source"]) == {"chat", "text"}

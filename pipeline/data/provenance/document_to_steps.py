@@ -114,9 +114,11 @@ class Times:
         masked: without, or skipped.
         unseen: what the epochs that the run reaches leave out.
         without: the steps that have none of these epochs.
+        targets: tokens that the dataset's mask names as targets; None without a mask. Others are context where seen.
     """
 
     about: DocumentInfo
+    targets: int | None = None
     seen: list[Occurrence] = field(default_factory=list)
     masked: list[Occurrence] = field(default_factory=list)
     unseen: list[Gap] = field(default_factory=list)
@@ -125,7 +127,9 @@ class Times:
     @property
     def json(self) -> dict[str, Any]:
         """For `--json`."""
+        targets = {} if self.targets is None else {"targets": self.targets}
         return self.about.json | {
+            **targets,
             "seen": [{name: value for name, value in vars(one).items() if name != "masked"} for one in self.seen],
             "masked": [vars(one) for one in self.masked],
             "unseen": [vars(one) for one in self.unseen],
@@ -136,7 +140,7 @@ class Times:
         """Tokens of the document that are trained on, to come or masked, and in how many steps."""
         texts: list[str] = []
         for what, found in (
-            ("trained on", [seen for seen in self.seen if seen.done]),
+            ("trained on" if self.targets is None else "seen", [seen for seen in self.seen if seen.done]),
             ("to come", [seen for seen in self.seen if not seen.done]),
             ("masked or skipped", self.masked),
         ):
@@ -152,6 +156,8 @@ class Times:
     def lines(self) -> Iterator[str]:
         """For the terminal."""
         yield self.summary()
+        if self.targets is not None:
+            yield f"targets: {counted(self.targets, 'token')} by the mask of the dataset; the others are context"
         by_epoch: list[Occurrence | Gap] = [*self.seen, *self.masked, *self.unseen]
         by_epoch.sort(key=lambda one: one.lap)
         lines = [*map(str, by_epoch), *map(str, self.without)]
@@ -345,7 +351,10 @@ class _Search:
     def __init__(self, run: RunView, source: str, about: DocumentInfo) -> None:
         self._run = run
         self._source = source
-        self._times = Times(about)
+        dataset = run.datasets[source]
+        masked = dataset.manifest.has_mask
+        targets = int(dataset.trained_targets(np.array([about.document]))[0]) if masked else None
+        self._times = Times(about, targets)
         # By epoch: the positions that were not drawn yet, each with the document's targets there.
         self._open: dict[int, dict[int, list[Range]]] = {}
         # By epoch: why the positions that are open will stay so, and whether anything can still change that.
