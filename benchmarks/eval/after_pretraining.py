@@ -1,18 +1,20 @@
 """Programs that come after pretraining, on an exported folder: do they take it, and is what they write taken back?
 
-    python benchmarks/eval/after_pretraining.py EXPORTED --work DIR [--python PYTHON] [--to lines.jsonl]
+    python benchmarks/eval/after_pretraining.py EXPORTED --work DIR [--python PYTHON] [--vllm PYTHON] [--to lines.jsonl]
 
 EXPORTED is a folder of `pipeline convert to-hf` with a chat template. In PYTHON, whose environment has trl and peft,
 each step runs as a process: TRL's GRPO with a made-up reward, LoRA by TRL and PEFT whose weights are merged, and
 torchao's int8 weights. `pipeline convert from-hf` takes what the first two write, and `pipeline convert check` compares
-its logits with those of transformers; it refuses the quantized folder. A line of JSON says what each step gave, with
-versions.
+its logits with those of transformers; it refuses the quantized folder. With `--vllm` vLLM answers a question by the
+template, greedily, and its tokens are compared with those of transformers. A line of JSON says what each step gave,
+with versions.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +94,27 @@ print(json.dumps({"version": torchao.__version__, "from_plain": (logits[0] - log
                   "saved_and_loaded_equal": torch.equal(logits[1], logits[2])}))
 """
 )
+_ANSWER = """
+import json, sys
+import torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder = sys.argv[1]
+tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+asked = tokenizer.apply_chat_template([{"role": "user", "content": "Where is the boat?"}], add_generation_prompt=True,
+                                      return_tensors="pt", return_dict=True)
+new = model.generate(**asked, max_new_tokens=24, do_sample=False)[0, asked["input_ids"].shape[1]:]
+print(json.dumps({"version": transformers.__version__, "prompt": asked["input_ids"][0].tolist(), "new": new.tolist()}))
+"""
+_VLLM = """
+import json, sys
+import vllm
+if __name__ == "__main__":
+    model = vllm.LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64)
+    settings = vllm.SamplingParams(temperature=0, max_tokens=24)
+    (found,) = model.chat([{"role": "user", "content": "Where is the boat?"}], settings)
+    new = list(found.outputs[0].token_ids)
+    print(json.dumps({"version": vllm.__version__, "prompt": list(found.prompt_token_ids), "new": new}))
+"""
 STEPS_BY_NAME = {"grpo": _GRPO, "lora": _LORA, "int8": _INT8}
 
 
@@ -129,17 +152,45 @@ def tried(name: str, folder: Path, work: Path, python: str) -> dict[str, Any]:
     return {**result, "check": code, "said": output.splitlines()[-1][:300]}
 
 
+def answers(folder: Path, work: Path, python: str) -> dict[str, Any]:
+    """Answer of vLLM beside that of transformers.
+
+    Args:
+        folder: The export.
+        work: Gets the programs, as vLLM starts its file again in other processes.
+        python: Of vLLM's environment.
+    """
+    found = []
+    for name, text, program in (("transformers", _ANSWER, sys.executable), ("vllm", _VLLM, python)):
+        (work / f"{name}_answer.py").write_text(text)
+        command = [program, str(work / f"{name}_answer.py"), str(folder)]
+        # On a CPU vLLM takes half of the memory by default.
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        environment["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode or not lines:
+            return {"step": "vllm", "error": f"{name}: {done.stderr.strip()[-300:]}"}
+        found.append(json.loads(lines[-1]))
+    equal = all(found[0][key] == found[1][key] for key in ("prompt", "new"))
+    return {"step": "vllm", "version": found[1]["version"], "equal": equal, "new": found[1]["new"]}
+
+
 def main() -> None:
     """Run the steps, one after another."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path, help="of `pipeline convert to-hf --chat-template FILE`")
     parser.add_argument("--work", type=Path, required=True, help="folder for what the steps write")
     parser.add_argument("--python", default=sys.executable, help="Python with trl and peft; default: this one")
+    parser.add_argument("--vllm", metavar="PYTHON", help="Python of an environment with vLLM")
     parser.add_argument("--to", type=Path, help="file that gets a line for each step")
     parser.add_argument("--steps", nargs="*", choices=STEPS_BY_NAME, default=list(STEPS_BY_NAME))
     options = parser.parse_args()
     options.work.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(tried(name, options.folder, options.work, options.python)) for name in options.steps]
+    found = [tried(name, options.folder, options.work, options.python) for name in options.steps]
+    if options.vllm:
+        found.append(answers(options.folder, options.work, options.vllm))
+    lines = list(map(json.dumps, found))
     print("\n".join(lines))
     if options.to:
         options.to.write_text("\n".join(lines) + "\n")
