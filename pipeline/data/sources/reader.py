@@ -29,6 +29,7 @@ from pipeline.config.plugins import find_plugin, is_plugin
 from pipeline.data.sources.compression import MAX_ZSTD_WINDOW, Decompressed, StreamError, compression_of, open_stream
 from pipeline.data.sources.foreign_parser import SKIPPED, working_on
 from pipeline.data.sources.globs import NO_REMOTE, File, find_files
+from pipeline.data.sources.record_templates import configured_template, planned_template
 from pipeline.data.sources.records import (
     BAD_WEIGHT,
     EMPTY,
@@ -139,7 +140,7 @@ class Reader(ABC):
     def from_config(cls, source: InputConfig, **limits: Any) -> Self:
         """The reader of a source of the run file. `limits`: fields behind `metadata`, and `tokenizer` of the file."""
         keys = (source.text_key, source.id_key, tuple(source.metadata))
-        template = RecordTemplate.from_config(source, limits.pop("tokenizer", None))
+        template = configured_template(source, limits.pop("tokenizer", None))
         weight_key = getattr(source, "weight_key", None)  # sources that are never trained on have none
         limits |= {"options": source.options, "skip_records": frozenset(source.skip_records)}
         return cls(*keys, weight_key=weight_key, template=template, **limits)
@@ -149,7 +150,7 @@ class Reader(ABC):
         """The reader that a plan was made with, whose settings have `plan_settings()` and `plan_pins()`."""
         keys = settings.get("text_key", "text"), settings.get("id_key", "id")
         metadata, weight_key = tuple(settings["metadata"]), settings.get("weight_key")
-        template = RecordTemplate.from_settings(settings)
+        template = planned_template(settings)
         options = cls.Options.model_validate(settings[OPTIONS]) if cls.Options and OPTIONS in settings else None
         limits |= {"options": options, "skip_records": frozenset(settings.get("skip_records", ()))}
         return cls(*keys, metadata, weight_key=weight_key, template=template, **limits)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipeline.config.chat import MessagesConfig, template_parts
 
 if TYPE_CHECKING:
-    from pipeline.config.data import InputConfig
-    from pipeline.config.tokenizer import TokenizerConfig
+    pass
 
 
 class UnusableRecord(Exception):
@@ -91,34 +90,6 @@ class RecordTemplate(ABC):
         Raises:
             UnusableRecord: a value is missing or is not text.
         """
-
-    @classmethod
-    def from_config(cls, source: InputConfig, tokenizer: TokenizerConfig | None = None) -> RecordTemplate | None:
-        """The template of a source of the run file; None if its text has a key of its own.
-
-        Args:
-            source: of the run file.
-            tokenizer: of the run file; a chat template is in its folder, and names its tokens.
-        """
-        messages = source.messages if source.chat is None else source.chat.as_messages
-        if messages is not None:
-            return MessagesTemplate.of(messages)
-        if source.chat is not None:
-            from pipeline.data.sources.chat_template import ChatTemplate
-
-            return ChatTemplate.of(source, tokenizer)
-        return None if source.text_template is None else KeysTemplate(source.text_template)
-
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> RecordTemplate | None:
-        """The template with these `settings()`; None if they have none."""
-        if "chat" in settings:
-            from pipeline.data.sources.chat_template import ChatTemplate
-
-            return ChatTemplate.of_settings(settings)
-        if "messages" in settings:
-            return MessagesTemplate.of(MessagesConfig.model_validate(settings["messages"]))
-        return KeysTemplate(settings["text_template"]) if "text_template" in settings else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.chat.renderer import ChatRenderer
 from pipeline.data.chat.results import BadTemplate, CannotRender
 from pipeline.data.sources.chat_template import ChatTemplate
-from pipeline.data.sources.template import RecordTemplate, UnusableRecord
+from pipeline.data.sources.record_templates import planned_template
+from pipeline.data.sources.template import UnusableRecord
 from pipeline.data.tokenization.chat_encoding import ChatRules, UnusableChat, encode_chat
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests import tiers
@@ -34,7 +35,7 @@ def chat(folder, text, **keys):
     section = {"format": "openai", "template": str(folder / "own.jinja"), "tools_key": "tools", **keys}
     source = SourceConfig.model_validate({"name": "s", "type": "jsonl", "paths": ["/x"], "chat": section})
     made = ChatTemplate.of(source, TokenizerConfig(path=folder))
-    assert RecordTemplate.from_settings(made.settings()) == made
+    assert planned_template(made.settings()) == made
     return made
 
 

@@ -129,7 +129,7 @@ def test_counts(tmp_path):
     assert (state.state, state.units, state.done, state.in_work, state.failed) == ("stopped", 10, 5, 0, 0)
     assert (state.bytes, state.bytes_done) == (10 * SIZE, 5 * SIZE)
     assert (state.documents, state.tokens, state.records) == (55, 535, 60)
-    assert vars(state.splits["heldout"]) == {"documents": 5, "tokens": 35, "text_bytes": 175}
+    assert vars(state.splits["heldout"]) == {"documents": 5, "tokens": 35, "text_bytes": 175, "trained_tokens": None}
     assert state.rejected == {"empty": 6, "not JSON": 3}
     assert state.engines == {ENGINE: 4, "tokenizers 0.23.3": 1}
     assert state.rate == pytest.approx(5 * SIZE / 700, rel=0.05)  # from the plan to the last receipt

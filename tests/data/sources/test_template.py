@@ -22,6 +22,7 @@ from pipeline.data.sources.hub import HubReader
 from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.parquet import ParquetReader
 from pipeline.data.sources.reader import Reader, UnitReader
+from pipeline.data.sources.record_templates import configured_template
 from pipeline.data.sources.records import NOT_UTF8, Hub
 from pipeline.data.sources.template import KeysTemplate, MessagesTemplate, RecordTemplate, UnusableRecord
 from tests.data.reading import check_chain, check_resume, files, read, units
@@ -210,8 +211,8 @@ def test_chat_with_roles_is_messages() -> None:
         chat = {"format": form, "messages_key": "talk", "roles": ROLES, "train_on": "all"}
         new = SourceConfig.model_validate({**common, "chat": chat})
         old = SourceConfig.model_validate({**common, "messages": {"key": "talk", "roles": ROLES, **keys}})
-        made = RecordTemplate.from_config(new)
-        assert made is not None and made == RecordTemplate.from_config(old)
+        made = configured_template(new)
+        assert made is not None and made == configured_template(old)
     for changes, says in (
         ({"train_on": "assistant"}, "roles need train_on: all"),
         ({"template": "tokenizer"}, "exactly one of template"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -227,3 +228,15 @@ def test_the_page_has_conversations(browser: Chromium, server: Running) -> None:
         page.get_by_role("button", name="New conversation").click()
         assert not page.locator(".turn, .token").all()
         opened.errors.clear()
+
+
+def test_the_examples_of_the_page_run(
+    config: Config, template: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("key").write_text("0123456789abcdef\n")
+    page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
+    examples = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL))
+    with running(config, key="0123456789abcdef", chat_template=template) as server:
+        exec(examples.replace("http://localhost:5000", server.url))
+    assert capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_requests_that_are_no_http_of_ours(server: Running) -> None:
     as_text = httpx2.put(f"{server.url}/api", content=b"{}", headers={"Content-Type": "text/plain"}, timeout=300)
     assert as_text.status_code == 415
     assert server.get("/api").status_code == 405
-    for path in ("/docs", "/redoc", "/v1/chat/completions", "/..%2f..%2fetc/passwd", "/%00", "/%0a%0dX", "/\u00e9"):
+    for path in ("/docs", "/redoc", "/v1/chat", "/..%2f..%2fetc/passwd", "/%00", "/%0a%0dX", "/\u00e9"):
         assert server.get(path).status_code == 404, path
     assert _raw(server, b"\x16\x03\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
     log = server.log.getvalue()

@@ -222,7 +222,7 @@ def test_the_example_of_the_page_runs(
     monkeypatch.chdir(tmp_path)
     Path("key").write_text("0123456789abcdef\n")
     page = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    example, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)  # the other is of conversations
     with running(config, key="0123456789abcdef") as server:
         exec(example.replace("http://localhost:5000", server.url))
     assert capsys.readouterr().out

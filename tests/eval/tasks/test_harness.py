@@ -297,7 +297,7 @@ def test_there_are_signs_of_life_wherever_ranks_wait(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("lm_eval.simple_evaluate", evaluated)
     monkeypatch.setattr(
         "pipeline.eval.tasks.harness_model.HarnessModel",
-        lambda engine, batch_size, progress: SimpleNamespace(progress=progress, truncated=Counter()),
+        lambda engine, batch_size, progress, chat: SimpleNamespace(progress=progress, truncated=Counter()),
     )
     engine: Any = SimpleNamespace(config=None, is_first=False)
     harness = HarnessConfig(tasks=["a"], batch_size=1)

@@ -461,5 +461,5 @@ def test_weights_of_all_types_and_shapes_open_in_safetensors(tmp_path: Path) -> 
 
 def test_tensors_are_read_in_groups_that_fit_into_memory() -> None:
     counts = {"a": 40, "b": 24, "c": 1, "d": 100, "e": 1, "f": 62}
-    sizes = {name: Stored((count, 2**20), torch.float32) for name, count in counts.items()}
+    sizes = {name: Stored((count, 2**19), torch.float32) for name, count in counts.items()}
     assert [list(group) for group in groups(sizes)] == [["a", "b"], ["c"], ["d"], ["e", "f"]]
