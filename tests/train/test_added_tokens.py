@@ -14,7 +14,7 @@ from pipeline.config.load import load
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.stage import preprocess
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from tests import tiny
+from tests import tiers, tiny
 from tests.train.distributed.ranks import run as run_ranks
 from tests.train.huggingface.hf_mapping import randomize
 from tests.train.runs import start
@@ -74,7 +74,7 @@ def test_their_rows_are_the_mean_of_the_others(base: Path, run_file: Path) -> No
 
 
 @pytest.mark.parallel
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", tiers.first(1, LAYOUTS, rest="slow"))
 def test_each_layout_has_the_same_bits(run_file: Path, layout: str) -> None:
     overrides = [FP32, f"run.dir={run_file.parent / layout}", *(f"{key}={n}" for key, n in LAYOUTS[layout].items())]
     overrides += ["parallel.pipeline.schedule=gpipe"] if layout == "pp2" else []

@@ -267,7 +267,7 @@ def test_a_dataset_in_a_bucket(tmp_path):
 
 
 @pytest.mark.guard
-@pytest.mark.parametrize("shuffle", ["unit", "global"])
+@pytest.mark.parametrize("shuffle", tiers.first(1, ["unit", "global"], rest="slow"))
 def test_killed_anywhere_the_bytes_are_the_same(tmp_path, shuffle):
     config = config_of(tmp_path, preprocess={"shuffle": shuffle})
     preprocess(config)
