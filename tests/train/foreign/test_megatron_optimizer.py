@@ -115,7 +115,7 @@ def check_losses(run: Path, wanted: list[tuple[float, float]]) -> None:
         assert abs(loss - ours) < 1e-5 and abs(norm - our_norm) < 1e-5 * max(1, norm), (wanted, losses, norms)
 
 
-FEW = pytest.param(next(iter(CASES)), ["tp 2, dp_shard 2"], marks=pytest.mark.guard)
+FEW = pytest.param(next(iter(CASES)), ["tp 2, dp_shard 2"], marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
