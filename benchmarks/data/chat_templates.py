@@ -29,9 +29,9 @@ from transformers.utils import chat_template_utils
 from pipeline.common.errors import UserError
 from pipeline.config.data import SourceConfig
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.sources.chat_template import ChatTemplate
-from pipeline.data.sources.template import UnusableRecord
-from pipeline.data.tokenization.chat_encoding import ChatRules, UnusableChat, encode_chat
+from pipeline.data.sources.records import UnusableRecord
+from pipeline.data.sources.templates.chat_template import ChatTemplate
+from pipeline.data.tokenization.chat_encoding import ChatRules, encode_chat
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 _TOKEN = re.compile(
@@ -172,7 +172,7 @@ def compare(template: str, folder: Path) -> dict[str, Any]:
             ids, mask = [], []
         try:
             found = encode_chat(tokenizer, *ours.render(conversation), ChatRules(masks=True))
-        except (UnusableRecord, UnusableChat) as error:
+        except UnusableRecord as error:
             row["refused" if expected is None else "rejected"].append(f"{name} ({error.reason})")
             continue
         own = (found.ids.tolist(), list(found.mask)[:-1])

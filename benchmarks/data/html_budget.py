@@ -19,7 +19,7 @@ from pathlib import Path
 
 import trafilatura
 
-from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.records import UnusableRecord
 from pipeline.data.sources.web.pages import main_text
 
 ARTICLE = "<html><body><article>{}</article></body></html>"

@@ -136,7 +136,7 @@ CLASSES = {
     "pipeline.train.monitor.hardware": ("Rise",),
     "pipeline.train.start.schedule_seam": (),  # a config
     "pipeline.train.start.teacher": (),  # a config
-    "pipeline.data.sources.chat_template": ("ChatTemplate",),
+    "pipeline.data.sources.templates.chat_template": ("ChatTemplate",),
     "pipeline.train.planning.stage_memory": (),  # fields of a spec, none of which is written
     "pipeline.train.run.unsaved": ("Saves",),
     "pipeline.train.run.mirror_state": ("MirrorState",),

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from pipeline.common.errors import UserError
 from pipeline.config.load import load
-from pipeline.data.chat.kept_template import template_of_datasets, with_tokens
+from pipeline.data.chat.kept_template import with_tokens
 from pipeline.data.preprocess.stage import preprocess
+from pipeline.data.sources.templates.chat_template import template_of_datasets
 from pipeline.data.tokenization.chat_prompts import chat_prompts
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import export

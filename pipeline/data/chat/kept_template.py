@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pipeline.common import storage
 from pipeline.data.chat.template_files import TEMPLATE_FILE, TOKEN_NAMES, read_template
@@ -22,21 +21,6 @@ def with_tokens(template: str, tokens: Mapping[str, str]) -> str:
     sets = "".join(f"{{% set {name} = {json.dumps(tokens[name], ensure_ascii=False)} %}}" for name in used)
     # Programs trim the line end behind a block, so the rest begins a line, as it does alone.
     return f"{sets}\n{template}" if sets else template
-
-
-def template_of_datasets(settings: Iterable[Mapping[str, Any]]) -> tuple[str | None, str | None]:
-    """The chat template that some datasets were made with, and a note if they have several, which gives none.
-
-    Args:
-        settings: of the manifests.
-    """
-    found = {with_tokens(each["chat_template"], each["chat"]["tokens"]) for each in settings if "chat_template" in each}
-    if len(found) > 1:
-        return None, (
-            f"the sources have {len(found)} different chat templates, so checkpoints get none; name one with "
-            "--chat-template where it is needed"
-        )
-    return next(iter(found), None), None
 
 
 def keep_template(folder: Path, template: str | None) -> None:

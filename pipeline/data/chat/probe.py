@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from pipeline.common.errors import UserError
-from pipeline.data.chat.renderer import ChatRenderer
+from pipeline.data.chat.renderer import ChatRenderer, chat_variables
 from pipeline.data.chat.results import DATE_FUNCTION, BadTemplate, CannotRender, RenderedChat
 from pipeline.data.chat.template_files import TOKEN_NAMES
 
@@ -82,15 +82,13 @@ def check_template(
 
 def _render(renderer: ChatRenderer, tokens: Mapping[str, str], conversation: Mapping[str, Any]) -> RenderedChat:
     """A conversation by a template; its contents as lists of parts if the template wants these."""
-    others = {**tokens, "tools": None, "documents": None, "add_generation_prompt": False, **conversation}
+    messages, tools = conversation["messages"], conversation.get("tools")
     try:
-        return renderer.render(others)
+        return renderer.render(chat_variables(tokens, messages, tools))
     except CannotRender as error:
-        parts = [
-            {**message, "content": [{"type": "text", "text": message["content"]}]} for message in others["messages"]
-        ]
+        parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
         try:
-            return renderer.render({**others, "messages": parts})
+            return renderer.render(chat_variables(tokens, parts, tools))
         except CannotRender:
             raise error from None
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import threading
 import weakref
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -61,7 +62,7 @@ class ChatRenderer:
         """The text of a conversation.
 
         Args:
-            variables: `messages`, `tools`, `bos_token` and the like, as JSON has them.
+            variables: by name, see `chat_variables`.
 
         Raises:
             CannotRender: the template refuses the conversation, or takes too much time or memory for it.
@@ -69,12 +70,12 @@ class ChatRenderer:
             MachineError: no process can be started.
         """
         try:
-            json.dumps(variables)
+            request = json.dumps(variables)
         except (TypeError, ValueError) as error:  # a time or bytes of a table
-            raise CannotRender(f"a value of the record is none of JSON: {error}"[:300]) from None
+            raise CannotRender(f"JSON has no such value as the record: {error}"[:300]) from None
         with self._lock:
             process = self._started()
-            found = self._ask(process, variables)
+            found = self._ask(process, request)
             if found is None:
                 self.close()
                 raise CannotRender("takes more time or memory than a template may")
@@ -99,18 +100,18 @@ class ChatRenderer:
             raise MachineError(f"the process that renders chat templates cannot be started: {error}") from None
         self._process, self._owner = process, os.getpid()
         self._end = weakref.finalize(self, _end, process, self._owner)
-        found = self._ask(process, self._head)
+        found = self._ask(process, json.dumps(self._head))
         if found is None or "bad" in found:
             self.close()
             raise BadTemplate("takes too much time or memory" if found is None else found["bad"])
         self._used = Used(found["has_markers"], frozenset(found["variables"]))
         return process
 
-    def _ask(self, process: subprocess.Popen[bytes], value: dict[str, Any]) -> Any:
+    def _ask(self, process: subprocess.Popen[bytes], request: str) -> Any:
         """The answer of the process; None if it has ended."""
         assert process.stdin is not None and process.stdout is not None
         try:
-            process.stdin.write(json.dumps(value).encode() + b"\n")
+            process.stdin.write(request.encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
         except BrokenPipeError:
@@ -127,6 +128,21 @@ def _end(process: subprocess.Popen[bytes], owner: int) -> None:
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
+
+
+def chat_variables(
+    tokens: Mapping[str, str], messages: Sequence[Mapping[str, Any]], tools: Any = None, *, asks: bool = False
+) -> dict[str, Any]:
+    """Variables of a template, as transformers has them.
+
+    Args:
+        tokens: texts of tokens by the names that templates use.
+        messages: of the conversation.
+        tools: that it has; None without.
+        asks: end with the beginning of the next answer.
+    """
+    others = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": asks}
+    return {**tokens, **others}
 
 
 @lru_cache(maxsize=8)

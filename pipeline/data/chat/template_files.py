@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,11 @@ def turn_marks(template: str, added: Mapping[str, bool]) -> frozenset[str]:
     A user who writes one forges a turn. Answers may have them: a thought begins and ends with some.
     """
     return frozenset(token for token, special in added.items() if not special and token.strip() and token in template)
+
+
+def any_of(texts: Iterable[str]) -> re.Pattern[str]:
+    """Pattern that finds each of some texts, of several at a place the longest."""
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
 
 
 @lru_cache(maxsize=4)

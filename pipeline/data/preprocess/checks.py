@@ -23,7 +23,7 @@ from pipeline.data.preprocess.run_tokenizer import (
 )
 from pipeline.data.preprocess.source_plan import ADD_APART, is_planned, make_plan
 from pipeline.data.preprocess.split_counts import known_splits, unknown_splits
-from pipeline.data.sources.chat_template import ChatTemplate
+from pipeline.data.sources.templates.chat_template import ChatTemplate
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import has_units
 from pipeline.data.work.units import SourceFiles, check_files, reading

@@ -20,9 +20,9 @@ from pipeline.data.datasets.manifest import CODE_VERSION, part_record, write_dat
 from pipeline.data.preprocess.report import SourceReport
 from pipeline.data.preprocess.source_plan import SourcePlan
 from pipeline.data.preprocess.splits import splits_in_words
-from pipeline.data.sources.chat_template import ChatTemplate
 from pipeline.data.sources.damage import in_words
 from pipeline.data.sources.records import EMPTY, NO_PAGE, NULL_TEXT
+from pipeline.data.sources.templates.chat_template import ChatTemplate
 from pipeline.data.tokenization.coverage import Coverage, covered
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.bad_input import BadInput, put_changed, reasons_in_words

@@ -18,7 +18,7 @@ from pipeline.data.global_shuffle.bucket import UNSHUFFLED
 from pipeline.data.preprocess.source_settings import settings_of
 from pipeline.data.preprocess.splits import Splits
 from pipeline.data.preprocess.tokenize_unit import SourceJob
-from pipeline.data.sources.chat_template import ChatTemplate
+from pipeline.data.sources.templates.chat_template import ChatTemplate
 from pipeline.data.tokenization.chat_encoding import ChatRules
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.frozen_plan import ADDED, FrozenPlan

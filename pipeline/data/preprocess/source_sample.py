@@ -10,8 +10,8 @@ from pipeline.common.format import counted
 from pipeline.data.preprocess.tokenize_unit import SourceJob, cut_text
 from pipeline.data.sources.damage import DamagedFile, damaged_files
 from pipeline.data.sources.reader import UnitReader
-from pipeline.data.sources.records import NOT_BAD, NULL_TEXT, Unit
-from pipeline.data.tokenization.chat_encoding import UnusableChat, encode_chat
+from pipeline.data.sources.records import NOT_BAD, NULL_TEXT, Unit, UnusableRecord
+from pipeline.data.tokenization.chat_encoding import encode_chat
 from pipeline.data.tokenization.coverage import Coverage, CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engines import Engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -113,7 +113,7 @@ def take_sample(
             if reason is None and document.spans is not None and tokenizer is not None and source.chat is not None:
                 try:
                     chat = encode_chat(tokenizer, document.text, document.spans, source.chat)
-                except UnusableChat as unusable:
+                except UnusableRecord as unusable:
                     document.detail, reason = unusable.detail, unusable.reason
             sample.records += 1
             if reason is not None:

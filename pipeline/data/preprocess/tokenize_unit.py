@@ -23,8 +23,8 @@ from pipeline.data.preprocess.splits import Splits, split_hash
 from pipeline.data.sources.damage import DamagedFile, damaged_files
 from pipeline.data.sources.foreign_parser import is_careful, working_on
 from pipeline.data.sources.reader import UnitReader
-from pipeline.data.sources.records import Document, Position, Unit
-from pipeline.data.tokenization.chat_encoding import ChatRules, EncodedChat, UnusableChat, encode_chat
+from pipeline.data.sources.records import Document, Position, Unit, UnusableRecord
+from pipeline.data.tokenization.chat_encoding import ChatRules, EncodedChat, encode_chat
 from pipeline.data.tokenization.coverage import CoverageCounter, unknown_counts
 from pipeline.data.tokenization.engines import Check, Encoded, Engine, EngineName, open_engine
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -285,7 +285,7 @@ class _TokenizedChunk(OpenChunk):
         if reason is None and document.spans is not None:
             try:
                 self._chat = self._encode_chat(document, raw)
-            except UnusableChat as error:
+            except UnusableRecord as error:
                 document.text, document.detail, reason = "", error.detail, error.reason
         return reason
 
@@ -373,13 +373,13 @@ class _TokenizedChunk(OpenChunk):
         """A conversation as it is stored.
 
         Raises:
-            UnusableChat: it cannot be.
+            UnusableRecord: it cannot be.
         """
         source, spans = self._source, document.spans
         assert source.chat is not None and spans is not None
         if len(raw) > source.max_document_bytes:  # it is encoded as a whole
             limit = f"data.preprocess.max_document_bytes ({source.max_document_bytes})"
-            raise UnusableChat(f"longer than {limit}", f"{len(raw):,} bytes")
+            raise UnusableRecord(f"longer than {limit}", f"{len(raw):,} bytes")
         working_on(document.name)
         return encode_chat(self._tokenizer, document.text, spans, source.chat)
 

@@ -30,11 +30,11 @@ from pipeline.data.sources.records import (
     NOT_UTF8,
     Document,
     Piece,
+    UnusableRecord,
     bad_weight,
     loss_weight,
     metadata_json,
 )
-from pipeline.data.sources.template import UnusableRecord
 
 if TYPE_CHECKING:
     from pipeline.config.data import InputConfig

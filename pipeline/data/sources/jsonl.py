@@ -21,12 +21,12 @@ from pipeline.data.sources.records import (
     NOT_UTF8,
     Document,
     Piece,
+    UnusableRecord,
     bad_weight,
     escaped,
     loss_weight,
     metadata_json,
 )
-from pipeline.data.sources.template import UnusableRecord
 
 _BUFFER_BYTES = 2**18
 _CHUNK_BYTES = 2**18

@@ -29,7 +29,6 @@ from pipeline.config.plugins import find_plugin, is_plugin
 from pipeline.data.sources.compression import MAX_ZSTD_WINDOW, Decompressed, StreamError, compression_of, open_stream
 from pipeline.data.sources.foreign_parser import SKIPPED, working_on
 from pipeline.data.sources.globs import NO_REMOTE, File, find_files
-from pipeline.data.sources.record_templates import configured_template, planned_template
 from pipeline.data.sources.records import (
     BAD_WEIGHT,
     EMPTY,
@@ -46,6 +45,7 @@ from pipeline.data.sources.records import (
     Position,
     RecordKeys,
     Unit,
+    UnusableRecord,
     bad_weight,
     escaped,
     loss_weight,
@@ -53,7 +53,8 @@ from pipeline.data.sources.records import (
     printable,
     record_name,
 )
-from pipeline.data.sources.template import RecordTemplate, UnusableRecord
+from pipeline.data.sources.templates.record_templates import configured_template, planned_template
+from pipeline.data.sources.templates.template import RecordTemplate
 
 if TYPE_CHECKING:
     from pipeline.config.base import Section

@@ -29,6 +29,7 @@ NOT_BAD = frozenset({EMPTY, NULL_TEXT, NO_PAGE})
 """Reasons that are no error."""
 NOT_UTF8 = "not UTF-8"
 BAD_WEIGHT = "bad loss weight"
+NO_TARGET = "nothing to train on"
 BOM = b"\xef\xbb\xbf"
 HUB_PREFIX = "hf://"
 """Begins the paths of files that lie on the Hugging Face hub."""
@@ -144,9 +145,22 @@ class Document:
     weight: float = 1.0
     """Weight of its tokens in the training loss, if the source has such a key."""
     spans: tuple[tuple[int, int], ...] | None = None
-    """Of a conversation: characters of the text that are trained on, see `RecordText`."""
+    """Characters of a conversation that are trained on, see `RecordText`."""
     name: str = field(default="", compare=False)
     """`record_name` of it, which messages and `skip_records` have."""
+
+
+class UnusableRecord(Exception):
+    """A record gives no document.
+
+    Attributes:
+        reason: one of a few.
+        detail: more on it.
+    """
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,12 @@ from pipeline.data.sources.records import (
     Document,
     Piece,
     RecordKeys,
+    UnusableRecord,
     bad_weight,
     loss_weight,
     metadata_json,
 )
-from pipeline.data.sources.template import RecordTemplate, UnusableRecord
+from pipeline.data.sources.templates.template import RecordTemplate
 
 BATCH_BYTES = 2**22
 """Bytes that are turned into documents at a time."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.sources.records import NO_TARGET, UnusableRecord
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 Spans = tuple[tuple[int, int], ...]
@@ -23,19 +24,6 @@ class EncodedChat(NamedTuple):
     for the first."""
     text: str
     """The text that the ids are of: all, or what a limit has left."""
-
-
-class UnusableChat(Exception):
-    """A conversation cannot be stored.
-
-    Attributes:
-        reason: one of a few.
-        detail: more on it.
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True)
@@ -63,7 +51,7 @@ def encode_chat(tokenizer: Tokenizer, text: str, spans: Spans, rules: ChatRules)
         rules: what is stored.
 
     Raises:
-        UnusableChat: it cannot be stored.
+        UnusableRecord: it cannot be stored.
     """
     ids, offsets = tokenizer.encode_parsed(text)
     found, bounds = np.array(ids, tokenizer.dtype), np.array(offsets, np.int64).reshape(-1, 2)
@@ -74,7 +62,7 @@ def encode_chat(tokenizer: Tokenizer, text: str, spans: Spans, rules: ChatRules)
         first, after = int(stops.searchsorted(start, "right")), int(begins.searchsorted(end, "left"))
         if first < after and begins[first] < start:
             around = text[int(begins[first]) : int(stops[first])]
-            raise UnusableChat("a token straddles the start of what is trained on", repr(around[:60]))
+            raise UnusableRecord("a token straddles the start of what is trained on", repr(around[:60]))
         mask[first:after] = 1
         ends.append(after)
     limit = len(found)
@@ -83,7 +71,7 @@ def encode_chat(tokenizer: Tokenizer, text: str, spans: Spans, rules: ChatRules)
     if rules.longest is not None and len(found) + (not own_end) > rules.longest:
         limit = max((end for end in ends if end <= rules.longest - 1), default=0) if rules.cuts else 0
         if not limit:
-            raise UnusableChat(
+            raise UnusableRecord(
                 f"longer than chat.max_tokens ({rules.longest})", f"{len(found) + (not own_end):,} tokens"
             )
         text = text[: int(stops[limit - 1])]
@@ -94,5 +82,5 @@ def encode_chat(tokenizer: Tokenizer, text: str, spans: Spans, rules: ChatRules)
     mask = np.append(mask, np.uint8(last)) if rules.masks else np.ones(len(found) + 1, np.uint8)
     mask[0] = 0  # it is predicted from another document
     if rules.masks and not mask.any():
-        raise UnusableChat("nothing to train on", "no token is marked as trained")
+        raise UnusableRecord(NO_TARGET, "no token is marked as trained")
     return EncodedChat(found, mask.tobytes(), text)

@@ -11,12 +11,11 @@ from typing import Any
 import orjson
 
 from pipeline.common.errors import UserError
-from pipeline.data.chat.conversation import any_of
 from pipeline.data.chat.kept_template import find_template
 from pipeline.data.chat.probe import PROBES, check_template
-from pipeline.data.chat.renderer import ChatRenderer
+from pipeline.data.chat.renderer import ChatRenderer, chat_variables
 from pipeline.data.chat.results import CannotRender
-from pipeline.data.chat.template_files import read_template, turn_marks
+from pipeline.data.chat.template_files import any_of, read_template, turn_marks
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 _ANSWERS = [message["content"] for message in PROBES["two turns"]["messages"] if message["role"] == "assistant"]
@@ -83,12 +82,11 @@ class ChatPrompts:
                     f"message {number} has the text of the special token {found[0]!r}, which could pass for the begin "
                     "or the end of a turn; leave it out"
                 )
-        variables = {**self._tokens, "messages": list(messages), "tools": None, "add_generation_prompt": True}
         today = date.today().isoformat()
         if self._renderer.date != today:
             self._renderer = ChatRenderer(self.template, today, _LONGEST)
         try:
-            return self._renderer.render(variables).text
+            return self._renderer.render(chat_variables(self._tokens, messages, asks=True)).text
         except CannotRender as error:
             raise UserError(f"the chat template refuses the conversation: {error}") from None
 

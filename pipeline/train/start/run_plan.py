@@ -9,7 +9,6 @@ from pathlib import Path
 from pipeline.common import storage
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
-from pipeline.data.chat.kept_template import template_of_datasets
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.datasets.open import begun_fingerprint, open_datasets
 from pipeline.data.datasets.packing.verify import check_packs
@@ -26,6 +25,7 @@ from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Segment
 from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.source_settings import unused_weights
+from pipeline.data.sources.templates.chat_template import template_of_datasets
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints
 from pipeline.train.checkpoint.manager import Checkpoint

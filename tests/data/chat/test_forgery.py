@@ -14,7 +14,7 @@ from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.chat.environment import ChatEnvironment
 from pipeline.data.chat.renderer import ChatRenderer
 from pipeline.data.chat.results import CannotRender
-from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.records import UnusableRecord
 from pipeline.data.tokenization.chat_prompts import ChatPrompts
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests.data.chat.templates import write_tokenizer
@@ -61,6 +61,16 @@ def test_marks_of_turns_need_not_be_special_tokens(folder, tokenizer):
     # An answer may have tokens that are no marks of others, as those of a thought.
     assert trained(template, talk("a", "<|User|>")) == ["<|User|><|end|>"]
     assert prompts.end_tokens == (tokenizer.encode_parsed("<|end|>")[0][0],)
+
+
+def test_a_template_has_the_same_variables_in_training_and_in_a_conversation(folder, tokenizer):
+    names = ("messages", "tools", "documents", "add_generation_prompt", "eos_token")
+    says = "".join(f"{{{{ {name} is defined }}}}" for name in names) + "{{ documents is none }}"
+    template = says + "{{ messages[0].content }}{{ messages[-1].content if messages|length > 1 }}"
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    text = "True" * 6 + "a"
+    assert chat(folder, template, train_on="all").render({"messages": messages}).text == text + "b"
+    assert ChatPrompts(template, tokenizer, "x").render(messages[:1]) == text
 
 
 def test_a_normalizer_makes_no_special_token(folder, tokenizer):

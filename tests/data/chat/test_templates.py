@@ -10,10 +10,10 @@ from pipeline.config.data import SourceConfig
 from pipeline.config.tokenizer import TokenizerConfig
 from pipeline.data.chat.renderer import ChatRenderer
 from pipeline.data.chat.results import BadTemplate, CannotRender
-from pipeline.data.sources.chat_template import ChatTemplate
-from pipeline.data.sources.record_templates import planned_template
-from pipeline.data.sources.template import UnusableRecord
-from pipeline.data.tokenization.chat_encoding import ChatRules, UnusableChat, encode_chat
+from pipeline.data.sources.records import UnusableRecord
+from pipeline.data.sources.templates.chat_template import ChatTemplate
+from pipeline.data.sources.templates.record_templates import planned_template
+from pipeline.data.tokenization.chat_encoding import ChatRules, encode_chat
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from tests import tiers
 from tests.data.chat.templates import TEMPLATES, conversations, write_tokenizer
@@ -189,15 +189,15 @@ def test_conversations_are_cut_behind_a_turn(tokenizer):
     cut = encode_chat(tokenizer, text, spans, ChatRules(True, 6, True))
     assert cut.text == text[:18] and list(cut.mask) == [0, 1, 1, 0] and cut.ids.tolist() == whole.ids[:3].tolist()
     for rules in (ChatRules(True, 6, False), ChatRules(True, 3, True)):
-        with pytest.raises(UnusableChat, match="longer than"):
+        with pytest.raises(UnusableRecord, match="longer than"):
             encode_chat(tokenizer, text, spans, rules)
 
 
 def test_tokens_at_the_edges_of_spans(tokenizer):
-    with pytest.raises(UnusableChat, match="straddles"):
+    with pytest.raises(UnusableRecord, match="straddles"):
         encode_chat(tokenizer, "xfar", ((2, 4),), ChatRules(True))
     assert list(encode_chat(tokenizer, "xfar y", ((1, 3),), ChatRules(True)).mask) == [0, 1, 0, 0, 0]
-    with pytest.raises(UnusableChat, match="nothing to train on"):
+    with pytest.raises(UnusableRecord, match="nothing to train on"):
         encode_chat(tokenizer, "far", ((0, 3),), ChatRules(True))
 
 

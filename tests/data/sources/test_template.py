@@ -22,9 +22,9 @@ from pipeline.data.sources.hub import HubReader
 from pipeline.data.sources.jsonl import JsonlReader
 from pipeline.data.sources.parquet import ParquetReader
 from pipeline.data.sources.reader import Reader, UnitReader
-from pipeline.data.sources.record_templates import configured_template
-from pipeline.data.sources.records import NOT_UTF8, Hub
-from pipeline.data.sources.template import KeysTemplate, MessagesTemplate, RecordTemplate, UnusableRecord
+from pipeline.data.sources.records import NOT_UTF8, Hub, UnusableRecord
+from pipeline.data.sources.templates.record_templates import configured_template
+from pipeline.data.sources.templates.template import KeysTemplate, MessagesTemplate, RecordTemplate
 from tests.data.reading import check_chain, check_resume, files, read, units
 
 RECORDS: list[dict[str, Any]] = [

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
-from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.records import UnusableRecord
 
 if TYPE_CHECKING:
     from pipeline.config.data import WarcConfig

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from pipeline.data.sources.foreign_parser import SKIPPED, working_on
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor, Reader
-from pipeline.data.sources.records import Document, Piece, record_name
-from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.records import Document, Piece, UnusableRecord, record_name
 from pipeline.data.sources.text import TextReader
 from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
 from pipeline.data.sources.web.pages import HTML_TYPES, WebPage, library_version, page_text

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from pipeline.common.errors import UserError, install_extra
 from pipeline.data.sources.foreign_parser import parsing
-from pipeline.data.sources.records import NO_PAGE
-from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.records import NO_PAGE, UnusableRecord
 from pipeline.data.sources.web.budget import DEFAULT_LIMITS, MarkupLimits
 from pipeline.data.sources.web.records import header_fields
 

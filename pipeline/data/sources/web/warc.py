@@ -12,8 +12,17 @@ from pipeline.data.sources.compression import Decompressed, StreamError
 from pipeline.data.sources.foreign_parser import SKIPPED, working_on
 from pipeline.data.sources.globs import File
 from pipeline.data.sources.reader import Cursor
-from pipeline.data.sources.records import EMPTY, NO_PAGE, NOT_UTF8, Document, Piece, Unit, metadata_json, record_name
-from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.records import (
+    EMPTY,
+    NO_PAGE,
+    NOT_UTF8,
+    Document,
+    Piece,
+    Unit,
+    UnusableRecord,
+    metadata_json,
+    record_name,
+)
 from pipeline.data.sources.web.html import PageReader
 from pipeline.data.sources.web.pages import HTML_TYPES, TEXT_TYPE, characters, page_of, page_text
 from pipeline.data.sources.web.records import BrokenWarcError, WarcHead, block_chunks, line_after, read_head

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.config.data import WarcConfig
 from pipeline.data.sources.foreign_parser import SKIPPED
-from pipeline.data.sources.template import UnusableRecord
+from pipeline.data.sources.records import UnusableRecord
 from pipeline.data.sources.web.budget import DEFAULT_LIMITS, TOO_MUCH_MARKUP, MarkupLimits
 from pipeline.data.sources.web.pages import main_text
 from pipeline.data.sources.web.warc import WarcReader

@@ -6,26 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.config.chat import MessagesConfig, template_parts
-
-if TYPE_CHECKING:
-    pass
-
-
-class UnusableRecord(Exception):
-    """A record gives no text.
-
-    Attributes:
-        reason: one of a few.
-        detail: more on it.
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
+from pipeline.data.sources.records import UnusableRecord
 
 
 class RecordText(NamedTuple):
@@ -33,7 +17,7 @@ class RecordText(NamedTuple):
 
     text: str
     spans: tuple[tuple[int, int], ...] | None = None
-    """Of a conversation: characters [first, end) that are trained on, ascending. Special tokens in the text count as
+    """Characters [first, end) of a conversation that are trained on, ascending. Special tokens in its text count as
     such."""
 
 

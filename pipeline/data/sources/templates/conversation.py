@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
+
+from pipeline.data.sources.records import UnusableRecord
 
 ChatFormat = Literal["openai", "sharegpt", "prompt_completion"]
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
@@ -50,11 +51,6 @@ class Conversation(NamedTuple):
         yield from ((False, text) for text in _strings(self.tools))
 
 
-def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Pattern that finds each of some texts, of several at a place the longest."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
-
-
 def _is_in(answer: dict[str, Any], span: str) -> bool:
     """True if a span of text has all that an answer says; an answer that says nothing is in none."""
     content = answer["content"]
@@ -62,20 +58,6 @@ def _is_in(answer: dict[str, Any], span: str) -> bool:
     calls = [call.get("function", call)["name"] for call in answer.get("tool_calls", ())]
     said = [text.strip() for text in (*parts, *calls) if text.strip()]
     return bool(said) and all(text in span for text in said)
-
-
-class UnusableConversation(Exception):
-    """A record is none of the format.
-
-    Attributes:
-        reason: one of a few.
-        detail: more on it.
-    """
-
-    def __init__(self, reason: str, detail: str = "") -> None:
-        super().__init__(reason, detail)
-        self.reason = reason
-        self.detail = detail
 
 
 def read_conversation(
@@ -90,7 +72,7 @@ def read_conversation(
         tools_key: key of the tools, if there is one.
 
     Raises:
-        UnusableConversation: it is none.
+        UnusableRecord: it is none.
     """
     if form == "prompt_completion":
         prompt, completion = (
@@ -103,15 +85,15 @@ def read_conversation(
         if form == "sharegpt":
             raw = [_of_sharegpt(number, each) for number, each in enumerate(raw)]
     if not raw:
-        raise UnusableConversation("no messages")
+        raise UnusableRecord("no messages")
     if len(raw) > MOST_MESSAGES:
-        raise UnusableConversation(f"more than {MOST_MESSAGES} messages", f"{len(raw)}")
+        raise UnusableRecord(f"more than {MOST_MESSAGES} messages", f"{len(raw)}")
     messages, trained = [], []
     for number, each in enumerate(raw):
         message = _without_nulls(each)
         weight = message.pop("weight", 1)
         if isinstance(weight, bool) or weight not in (0, 1):
-            raise UnusableConversation("message weight is not 0 or 1", f"message {number} has {weight!r:.50}")
+            raise UnusableRecord("message weight is not 0 or 1", f"message {number} has {weight!r:.50}")
         _check(number, message)
         messages.append(_with_reasoning(message))
         if message["role"] == "assistant":
@@ -121,12 +103,12 @@ def read_conversation(
 
 def _messages(value: Any, key: str) -> list[Any]:
     if value is None:
-        raise UnusableConversation(f"no value for {key!r}")
+        raise UnusableRecord(f"no value for {key!r}")
     if type(value) is not list:
-        raise UnusableConversation(f"value of {key!r} is not a list of messages", type(value).__name__)
+        raise UnusableRecord(f"value of {key!r} is not a list of messages", type(value).__name__)
     for number, message in enumerate(value):
         if type(message) is not dict:
-            raise UnusableConversation("message is not an object", f"message {number}")
+            raise UnusableRecord("message is not an object", f"message {number}")
     return value
 
 
@@ -139,7 +121,7 @@ def _side(values: Mapping[str, Any], key: str, role: str) -> list[Any]:
 def _of_sharegpt(number: int, message: dict[str, Any]) -> dict[str, Any]:
     speaker, value = message.get("from"), message.get("value")
     if type(speaker) is not str or speaker not in SPEAKERS:
-        raise UnusableConversation("unknown speaker", f"message {number} is from {speaker!r:.60}")
+        raise UnusableRecord("unknown speaker", f"message {number} is from {speaker!r:.60}")
     others = {key: each for key, each in message.items() if key not in ("from", "value")}
     if speaker != "function_call":
         return {"role": SPEAKERS[speaker], "content": value, **others}
@@ -157,7 +139,7 @@ def _check(number: int, message: dict[str, Any]) -> None:
     """Complete a message in the format of OpenAI, or refuse it."""
     role = message.get("role")
     if type(role) is not str or role not in ROLES:
-        raise UnusableConversation("unknown role", f"message {number} has the role {role!r:.60}")
+        raise UnusableRecord("unknown role", f"message {number} has the role {role!r:.60}")
     calls = message.get("tool_calls")
     if calls is not None:
         message["tool_calls"] = [_call(number, each) for each in _messages(calls, "tool_calls")]
@@ -165,9 +147,9 @@ def _check(number: int, message: dict[str, Any]) -> None:
     if type(content) is list:
         for part in content:
             if type(part) is not dict or part.get("type") != "text" or type(part.get("text")) is not str:
-                raise UnusableConversation("content that is not text", f"message {number}")
+                raise UnusableRecord("content that is not text", f"message {number}")
     elif type(content) is not str:
-        raise UnusableConversation("message without content", f"message {number} of {role}")
+        raise UnusableRecord("message without content", f"message {number} of {role}")
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
@@ -179,12 +161,12 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if type(function) is not dict or type(function.get("name")) is not str:
-        raise UnusableConversation("tool call without a name", f"message {number}")
+        raise UnusableRecord("tool call without a name", f"message {number}")
     arguments = function.get("arguments", {})
     if type(arguments) is str:
         arguments = _parsed(arguments, number)
     if type(arguments) is not dict:
-        raise UnusableConversation("arguments of a tool call are not an object", f"message {number}")
+        raise UnusableRecord("arguments of a tool call are not an object", f"message {number}")
     changed = {**function, "arguments": arguments}
     return {**call, "function": changed} if "function" in call else changed
 
@@ -193,7 +175,7 @@ def _parsed(text: Any, number: int) -> Any:
     try:
         return json.loads(text)
     except (ValueError, TypeError, RecursionError):
-        raise UnusableConversation("arguments of a tool call are not JSON", f"message {number}") from None
+        raise UnusableRecord("arguments of a tool call are not JSON", f"message {number}") from None
 
 
 def _tools(value: Any) -> list[Any] | None:
@@ -201,11 +183,11 @@ def _tools(value: Any) -> list[Any] | None:
         try:
             value = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError):
-            raise UnusableConversation("tools are not JSON") from None
+            raise UnusableRecord("tools are not JSON") from None
     if value is None or value == []:
         return None
     if type(value) is not list or any(type(each) is not dict for each in value):
-        raise UnusableConversation("tools are not a list of objects", type(value).__name__)
+        raise UnusableRecord("tools are not a list of objects", type(value).__name__)
     return value
 
 

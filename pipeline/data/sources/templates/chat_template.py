@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,24 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.common.errors import UserError
 from pipeline.common.objects.urls import is_url
-from pipeline.data.chat.conversation import (
-    ChatFormat,
-    Conversation,
-    UnusableConversation,
-    any_of,
-    read_conversation,
-)
+from pipeline.data.chat.kept_template import with_tokens
 from pipeline.data.chat.probe import check_template
-from pipeline.data.chat.renderer import MAX_TEXT_BYTES, ChatRenderer, open_renderer
+from pipeline.data.chat.renderer import MAX_TEXT_BYTES, ChatRenderer, chat_variables, open_renderer
 from pipeline.data.chat.results import BadTemplate, CannotRender
 from pipeline.data.chat.template_files import (
     added_tokens_of,
+    any_of,
     read_template,
     template_of_tokenizer,
     tokens_of_tokenizer,
     turn_marks,
 )
-from pipeline.data.sources.template import RecordTemplate, RecordText, UnusableRecord
+from pipeline.data.sources.records import NO_TARGET, UnusableRecord
+from pipeline.data.sources.templates.conversation import (
+    ChatFormat,
+    Conversation,
+    read_conversation,
+)
+from pipeline.data.sources.templates.template import RecordTemplate, RecordText
 
 if TYPE_CHECKING:
     from pipeline.config.data import InputConfig
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 CHAT, CHAT_TEMPLATE = "chat", "chat_template"
 """Keys of plans of sources of conversations: their section, and the text of the template."""
 SPECIAL_IN_CONTENT = "text of a special token in a message"
-NO_TARGET = "nothing to train on"
 
 
 @dataclass(frozen=True)
@@ -195,19 +195,10 @@ class ChatTemplate(RecordTemplate):
         return found
 
     def _render(self, values: Mapping[str, Any]) -> RecordText:
-        try:
-            conversation = read_conversation(values, self.format, self.messages_key, self.tools)
-        except UnusableConversation as error:
-            raise UnusableRecord(error.reason, error.detail) from None
+        conversation = read_conversation(values, self.format, self.messages_key, self.tools)
         if self.rejects_special:
             self._refuse_special(conversation)
-        variables = {
-            **dict(self.tokens),
-            "messages": conversation.messages,
-            "tools": conversation.tools,
-            "documents": None,
-            "add_generation_prompt": False,
-        }
+        variables = chat_variables(dict(self.tokens), conversation.messages, conversation.tools)
         try:
             text, spans = self._renderer.render(variables)
         except CannotRender as error:
@@ -237,3 +228,18 @@ class ChatTemplate(RecordTemplate):
         if not spans:
             raise UnusableRecord(NO_TARGET, "no answer of the assistant is marked as trained")
         return spans
+
+
+def template_of_datasets(settings: Iterable[Mapping[str, Any]]) -> tuple[str | None, str | None]:
+    """The chat template that some datasets were made with, and a note if they have several, which gives none.
+
+    Args:
+        settings: of the manifests.
+    """
+    found = {with_tokens(each[CHAT_TEMPLATE], each[CHAT]["tokens"]) for each in settings if CHAT_TEMPLATE in each}
+    if len(found) > 1:
+        return None, (
+            f"the sources have {len(found)} different chat templates, so checkpoints get none; name one with "
+            "--chat-template where it is needed"
+        )
+    return next(iter(found), None), None

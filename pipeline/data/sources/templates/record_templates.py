@@ -8,8 +8,8 @@ from typing import Any
 from pipeline.config.chat import MessagesConfig
 from pipeline.config.data import InputConfig
 from pipeline.config.tokenizer import TokenizerConfig
-from pipeline.data.sources.chat_template import ChatTemplate
-from pipeline.data.sources.template import KeysTemplate, MessagesTemplate, RecordTemplate
+from pipeline.data.sources.templates.chat_template import CHAT, ChatTemplate
+from pipeline.data.sources.templates.template import KeysTemplate, MessagesTemplate, RecordTemplate
 
 
 def configured_template(source: InputConfig, tokenizer: TokenizerConfig | None = None) -> RecordTemplate | None:
@@ -29,7 +29,7 @@ def configured_template(source: InputConfig, tokenizer: TokenizerConfig | None =
 
 def planned_template(settings: Mapping[str, Any]) -> RecordTemplate | None:
     """The template with these `settings()`; None if they have none."""
-    if "chat" in settings:
+    if CHAT in settings:
         return ChatTemplate.of_settings(settings)
     if "messages" in settings:
         return MessagesTemplate.of(MessagesConfig.model_validate(settings["messages"]))

@@ -1,0 +1,1 @@
+"""Texts of documents that are put together from the values of a record."""
