@@ -127,6 +127,10 @@ def train(
     in_allocation: InAllocation = False,
     dry_run: DryRun = False,
     take_over: TakeOver = False,
+    reference: Annotated[
+        bool,
+        typer.Option("--reference", help="Compute the reference's log-probabilities of train.preference, and exit."),
+    ] = False,
     from_mirror: Annotated[
         str | None,
         typer.Option(
@@ -139,7 +143,13 @@ def train(
     trusted: TrustFilesOf = None,
 ) -> None:
     """Train the model, or resume from the latest checkpoint."""
-    config = _load(run, overrides, None if from_mirror is None else {"resume.from_mirror": from_mirror})
+    values: dict[str, Any] = {} if from_mirror is None else {"resume.from_mirror": from_mirror}
+    if reference and (slurm or local):
+        raise UserError(
+            "--reference runs here, or with --in-allocation; a job of `pipeline train` computes the reference itself "
+            "before its first step: leave out --reference, or --slurm and --local"
+        )
+    config = _load(run, overrides, values | {"launch.reference_only": True} if reference else values or None)
     if check:
         from slurm.local.stages import check_layout
 

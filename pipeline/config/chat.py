@@ -68,10 +68,14 @@ class ChatConfig(Section):
 
     messages_key: Text = "messages"
     """Key or column of the list of messages. `prompt_completion` has the keys `prompt` and `completion` instead."""
-    format: Literal["openai", "sharegpt", "prompt_completion"]
+    format: Literal["openai", "sharegpt", "prompt_completion", "preference"]
     """Format of a record. `openai`: messages with `role` and `content`, also with `tool_calls` and a `weight` of 0 or
     1. `sharegpt`: messages with `from` and `value`. `prompt_completion`: a text or a list of messages each, of which
-    the completion is trained on. Records of another format are rejected."""
+    the completion is trained on. `preference`: two conversations, `chosen` and `rejected`, which differ in their last
+    answers; for `train.preference`. Records of another format are rejected."""
+    prompt_key: Text | None = None
+    """Key or column of the prompt, for `format: preference` with `chosen` and `rejected` that are answers alone: a text
+    or a list of messages each. Without it, both are lists that have the whole conversation."""
     tools_key: Text | None = None
     """Key or column of the tools: a list, or its JSON."""
     template: Literal["tokenizer"] | DataPath | None = None
@@ -115,7 +119,7 @@ class ChatConfig(Section):
         if (self.template is None) == (self.roles is None):
             raise ValueError("give exactly one of template (Jinja) and roles (a text for each role)")
         if self.roles is not None:
-            if self.train_on != "all" or self.format == "prompt_completion":
+            if self.train_on != "all" or self.format not in ("openai", "sharegpt"):
                 raise ValueError("roles need train_on: all, and format: openai or sharegpt; a template can do the rest")
             others = ("tools_key", "date", "special_in_content", "max_tokens", "on_long")
             if given := [key for key in others if key in self.model_fields_set]:
@@ -129,6 +133,17 @@ class ChatConfig(Section):
             return None
         role, content = ("from", "value") if self.format == "sharegpt" else ("role", "content")
         return MessagesConfig(key=self.messages_key, role_key=role, content_key=content, roles=self.roles)
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ChatConfig:
+        if self.format != "preference":
+            if self.prompt_key is not None:
+                raise ValueError("prompt_key is for format: preference; leave it out")
+        elif self.train_on != "last":
+            raise ValueError("format: preference compares the last answers of two conversations: set train_on: last")
+        elif self.on_long == "cut":
+            raise ValueError("on_long: cut would cut the answers that format: preference compares; leave it out")
+        return self
 
     @model_validator(mode="after")
     def _cut_at_marks(self) -> ChatConfig:

@@ -41,6 +41,8 @@ class LaunchConfig(Section):
     """Limits after which a process counts as hung."""
     max_minutes: float | None = Field(default=None, gt=0)
     """Save and stop, with exit code 75, after this attempt has lasted N minutes."""
+    reference_only: bool = False
+    """End when the log-probabilities of `train.preference` are complete. `pipeline train --reference` sets it."""
     stop_before_end_seconds: float | None = Field(default=None, ge=0)
     """In a SLURM job with a time limit: save and stop, with exit code 75, N seconds before its end. The current step
     and the save must fit in. The default is twice the longest step and save of the attempt (120 until the first save is
@@ -74,8 +76,8 @@ class ResumeConfig(Section):
     from. `pipeline train --from-mirror` sets it."""
     verify_on_load: Literal["full", "size"] = "full"
     """`full` reads every file of the checkpoint and compares its hash; `size` compares only names and sizes."""
-    allow: list[Literal["data", "tokenizer", "objective", "model", "distill", "code", "schedule"]] = Field(
-        default_factory=list
+    allow: list[Literal["data", "tokenizer", "objective", "model", "distill", "preference", "code", "schedule"]] = (
+        Field(default_factory=list)
     )
     """Differences to accept, by name; otherwise each is an error that shows the difference. `schedule`: a changed
     schedule whose learning rate rises at the resume."""

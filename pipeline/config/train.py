@@ -22,7 +22,7 @@ from pipeline.config.checkpoint import CheckpointConfig
 from pipeline.config.layers.mixers import MAX_LAYERS
 from pipeline.config.objective import MixedObjectiveConfig
 from pipeline.config.trackers import LoggerConfig, MlflowConfig, TrackioConfig, WandbConfig
-from pipeline.config.weights import DistillConfig, InitFromConfig
+from pipeline.config.weights import DistillConfig, InitFromConfig, PreferenceConfig
 
 
 class MuonConfig(Section):
@@ -449,6 +449,8 @@ class TrainConfig(Section):
     """Weights to start from, where there is no checkpoint to resume from."""
     distill: DistillConfig | None = None
     """Distillation from a teacher."""
+    preference: PreferenceConfig | None = None
+    """Training on pairs of conversations, one of which is preferred."""
     metrics: MetricsConfig = MetricsConfig()
     """Metrics."""
     profile: ProfileConfig | None = None

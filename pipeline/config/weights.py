@@ -1,4 +1,4 @@
-"""Sections that name weights outside of the run: those that it starts from, and those of a teacher."""
+"""Sections that name weights outside of the run: those that it starts from, a teacher's, and a reference's."""
 
 from __future__ import annotations
 
@@ -63,3 +63,20 @@ class DistillConfig(Section):
     """Divisor of the logits of both models in the divergence: above 1 rare tokens count more."""
     dtype: Literal["fp32", "bf16"] = "bf16"
     """Format of the teacher's weights, and of what it computes."""
+
+
+class PreferenceConfig(Section):
+    """Direct preference optimization (DPO) on datasets of pairs, `chat.format: preference`.
+
+    The reference is the model that the run starts from, `train.init_from`. Its log-probabilities of all pairs are
+    computed before the first step, and kept.
+    """
+
+    beta: float = Field(default=0.1, gt=0, le=1000)
+    """Factor of the log-probability ratios of model and reference. The smaller it is, the further the model may move
+    away from the reference."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Share of pairs that are taken to be in the wrong order."""
+    reference_dir: DataPath | None = None
+    """Folder for the log-probabilities that the reference gives; runs from the same weights may share it. By default
+    `reference` in `data.dir`."""

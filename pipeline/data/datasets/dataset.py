@@ -318,7 +318,7 @@ class Dataset(TokenRanges):
         return float(_part_weights(self, index)[place]) if self.manifest.has_weights else 1.0
 
     def fill_mask(self, part: int, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copy into `out` 1 for each token of a piece that is a trained target, else 0; all 1 without a mask.
+        """Copy into `out` the mask of a piece, see `target_mask`; all 1 without one.
 
         Args:
             part: Number of the part.
@@ -334,7 +334,7 @@ class Dataset(TokenRanges):
             out[:] = 1
 
     def mask(self, document: int) -> npt.NDArray[np.uint8]:
-        """1 for each token of a document that is a trained target, else 0; all 1 without a mask."""
+        """The mask of a document's tokens, see `target_mask`; all 1 without one."""
         index, place, _ = self._locate(document)
         part = self._part(self, index)
         start, end = part.document_start(place), part.document_start(place + 1)

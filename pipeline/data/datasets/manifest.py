@@ -28,7 +28,8 @@ FEATURES_VERSION = 4
 """Format of datasets that list their features: what readers have to know besides ids, each a file beside `.bin`."""
 WEIGHTS = "weights"
 MASK = "mask"
-_FEATURES = (WEIGHTS, MASK)
+PAIRS = "pairs"
+_FEATURES = (WEIGHTS, MASK, PAIRS)
 """Features that this program knows."""
 WEIGHT_KEY = "weight_key"
 """Setting of a dataset with loss weights: the key of the records that they were read from."""
@@ -181,6 +182,11 @@ class Manifest(_Entry):
         return MASK in self.features
 
     @property
+    def has_pairs(self) -> bool:
+        """True if each document is two conversations, of which the first is preferred."""
+        return PAIRS in self.features
+
+    @property
     def part(self) -> np.dtype[Any]:
         """A record of `parts.bin`, see `part_record`."""
         return part_record(weights=self.has_weights, mask=self.has_mask)
@@ -217,6 +223,7 @@ def write_dataset(
     has_weights, has_mask = (name in (parts.dtype.names or ()) for name in ("weight", "mask"))
     data = parts.astype(part_record(weights=has_weights, mask=has_mask)).tobytes()
     features = [*([WEIGHTS] if has_weights else []), MASK] if has_mask else []
+    features += [PAIRS] if manifest["settings"].get("chat", {}).get("format") == "preference" else []
     info = TokenizerInfo(
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,

@@ -139,6 +139,11 @@ def merge(dataset: Path, prefix: Path, *, force: bool = False, console: Console 
     started = time.monotonic()
     folder = _one_dataset(dataset)
     manifest = read_manifest(folder)
+    if manifest.has_pairs:
+        raise UserError(
+            f"{folder}: its documents are pairs of conversations, and no merged file can say so; use the dataset as it "
+            "is, or copy its folder"
+        )
     table = read_parts(folder, manifest)
     dtype = np.dtype(manifest.dtype)
     repair = REPAIR_ADOPTED if "adopted" in manifest.settings else None

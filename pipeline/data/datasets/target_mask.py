@@ -2,6 +2,8 @@
 
 A little-endian u32 for each document, the number of its trained targets, and then a byte for each token: 1 if the token
 is trained on as a target, else 0. The first token of a document has 0, as it is predicted from another document.
+
+In a dataset of pairs each document is two conversations, and the first token of the second one has 2.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pipeline.common.hashing import CHUNK_BYTES
 from pipeline.common.retry import retried
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.weights import map_path
+from pipeline.data.tokenization.chat_encoding import SECOND
 
 COUNT = np.dtype("<u4")
 """Trained targets of a document."""
@@ -49,7 +52,7 @@ def write_mask(prefix: Path, mask: Bytes, lengths: npt.NDArray[np.int64]) -> Has
 
 def trained_counts(mask: Bytes, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Trained targets [D] of documents, whose tokens are back to back in `mask` [T]."""
-    before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    before = np.concatenate([[0], np.cumsum(mask == 1, dtype=np.int64)])
     counts: npt.NDArray[np.int64] = np.diff(before[np.concatenate([[0], np.cumsum(lengths)])])
     return counts
 
@@ -75,8 +78,14 @@ def write_mask_blocks(prefix: Path, counts: npt.NDArray[Any], blocks: Iterable[b
     return file
 
 
-def mask_problem(path: Path, lengths: npt.NDArray[np.int64]) -> str | None:
-    """The fault of a file of trained targets; None if it fits documents of these lengths [D]."""
+def mask_problem(path: Path, lengths: npt.NDArray[np.int64], *, pairs: bool = False) -> str | None:
+    """The fault of a file of trained targets; None if it fits documents of these lengths [D].
+
+    Args:
+        path: of the file.
+        lengths: tokens of each document.
+        pairs: each document is two conversations.
+    """
     try:
         size = path.stat().st_size
     except FileNotFoundError:
@@ -86,7 +95,7 @@ def mask_problem(path: Path, lengths: npt.NDArray[np.int64]) -> str | None:
     if size != mask_bytes(len(lengths), tokens):
         return _wrong_size(path, size, len(lengths), tokens)
     begins = (ends - lengths)[lengths > 0]
-    sums = np.zeros(len(lengths), np.int64)
+    sums, seconds = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
     with storage.open_regular(path) as file:
         counts = np.frombuffer(file.read(len(lengths) * COUNT.itemsize), COUNT)
         if len(counts) < len(lengths):
@@ -94,15 +103,20 @@ def mask_problem(path: Path, lengths: npt.NDArray[np.int64]) -> str | None:
         done = before = 0
         while data := file.read(CHUNK_BYTES):
             mask = np.frombuffer(data, np.uint8)
-            if int(mask.max()) > 1:
+            if int(mask.max()) > (SECOND if pairs else 1):
                 return f"{path}: the byte {mask[mask > 1][0]} of a token is neither 0 nor 1"
+            if pairs:
+                places = done + np.flatnonzero(mask == SECOND)
+                np.add.at(seconds, np.searchsorted(ends, places, side="right"), 1)
             first, end = np.searchsorted(ends, [done, done + len(mask)], side="right").tolist()
-            running = np.cumsum(mask, dtype=np.int64)
+            running = np.cumsum(mask == 1, dtype=np.int64)
             sums[first:end] = before + running[ends[first:end] - done - 1]
             low, high = np.searchsorted(begins, [done, done + len(mask)]).tolist()
             if mask[begins[low:high] - done].any():
                 return f"{path}: the first token of a document is marked as a trained target"
             done, before = done + len(mask), before + int(running[-1])
+    if pairs and len(wrong := np.flatnonzero(seconds != 1)):
+        return f"{path}: document {wrong[0]} has {seconds[wrong[0]]} marks of a second conversation, and not one"
     wrong = np.flatnonzero(np.diff(sums, prepend=0) != counts)
     if len(wrong):
         return f"{path}: the count of document {wrong[0]} is not the number of its trained targets"

@@ -235,7 +235,7 @@ def _verify_part(prefix: Path, record: Any, manifest: Manifest, inner_ends: Coun
     if not index_is_sound(part):
         yield f"{part.idx_path}: lengths, offsets and document bounds do not agree with each other"
         return
-    if manifest.has_mask and (problem := mask_problem(files["mask"], document_lengths(part))):
+    if manifest.has_mask and (problem := mask_problem(files["mask"], document_lengths(part), pairs=manifest.has_pairs)):
         yield problem
     yield from _verify_tokens(part, manifest, inner_ends)
 

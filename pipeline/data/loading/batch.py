@@ -50,6 +50,10 @@ class Batch:
     encoder: int = 0
     """Positions of the encoder, which are the first ones of S; the others are the decoder's. In both, document i of a
     row is the same one."""
+    conversation: torch.Tensor | None = None
+    """[B, S] int64, for P pairs of conversations: which one each target is of, see `PairRows`; None: there are none."""
+    reference: torch.Tensor | None = None
+    """[P, 2] float64, log-probabilities that the reference model gives to both conversations of each pair."""
 
     @property
     def bounds(self) -> torch.Tensor:
@@ -93,7 +97,8 @@ class Batch:
             count: How many.
         """
         starts = self.starts[self.starts < count * self.tokens.shape[1]]
-        return replace(self._with(lambda tensor: tensor[:count], but=("starts",)), starts=starts, real=None)
+        changed = self._with(lambda tensor: tensor[:count], but=("starts", "reference"))
+        return replace(changed, starts=starts, real=None)
 
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor], but: Sequence[str] = ()) -> Batch:
         """With all tensors changed, but for those of some fields."""
@@ -140,6 +145,8 @@ class StepData:
     """The same by depth of multi-token prediction."""
     samples: range = range(0)
     """Global numbers of the samples of the global batch, without padding."""
+    pairs: int = 0
+    """Pairs of conversations of the global batch that count."""
     skipped: bool = False
     """The step is skipped: nothing of it was read, and the weights stay as they are."""
 

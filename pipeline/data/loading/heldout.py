@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,8 @@ from pipeline.data.loading.arranged_rows import padded, stack
 from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.pack_masks import mask_of
+from pipeline.data.loading.pair_rows import second_begins
+from pipeline.data.tokenization.chat_encoding import SECOND
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,13 @@ class HeldOut:
             if skip:
                 tokens[row, 0] = self._end_of_document
             tokens[row, skip : end - start] = self.dataset.read(start + skip, end - start - skip)
-            weight[row, counts - first : end - first] = (
-                mask_of(self.dataset, counts, end - counts) if self.masked else 1
-            )
             begins = self.dataset.document_starts(start + skip, end - start - skip) - start
+            if self.masked:
+                mask = mask_of(self.dataset, first, end - first)
+                weight[row, counts - first : end - first] = mask[counts - first :] == 1
+                begins = np.union1d(begins, second_begins(mask))
+            else:
+                weight[row, counts - first : end - first] = 1
             starts.append(row * length + np.union1d(0, begins[begins < length]))
         return Batch(
             tokens=torch.from_numpy(tokens[:, :-1]),
@@ -177,6 +182,38 @@ class HeldOut:
         return Batch(
             sources=torch.zeros(len(windows), dtype=torch.int64), extras={}, **stack(rows, len(windows), whole)
         )
+
+
+class PairTexts:
+    """Documents of a dataset of pairs as rows of batches, which say whose conversation each target is of.
+
+    Args:
+        dataset: of pairs, none of which is longer than a row.
+        sequence_length: L, of a row.
+    """
+
+    def __init__(self, dataset: Dataset, sequence_length: int) -> None:
+        assert dataset.manifest.has_pairs
+        self._texts = HeldOut(dataset, sequence_length)
+        assert len(self._texts) == dataset.documents, "documents have tokens, and fit"
+
+    def longest_first(self, windows: Sequence[int]) -> Sequence[int]:
+        """See `HeldOut`, as for `length_of`; documents in place of windows."""
+        return self._texts.longest_first(windows)
+
+    def length_of(self, windows: Sequence[int], multiple: int) -> int:
+        """Positions of a batch of some documents."""
+        return self._texts.length_of(windows, multiple)
+
+    def batch(self, windows: Sequence[int], length: int | None = None) -> Batch:
+        """Some documents as a batch; `conversation` counts 2 per row, and `samples` has the documents."""
+        found = self._texts.batch(windows, length)
+        places = self._texts.targets(windows)
+        conversation = torch.arange(len(windows))[:, None].mul(2).expand(found.tokens.shape).clone()
+        for row, (first, _, end) in enumerate(places.tolist()):
+            border = int(np.argmax(mask_of(self._texts.dataset, first, end - first) == SECOND))
+            conversation[row, border:] += 1
+        return replace(found, conversation=conversation, samples=torch.tensor(windows, dtype=torch.int64))
 
 
 def sample(splits: Mapping[str, HeldOut], count: int | None) -> dict[str, Sequence[int]]:

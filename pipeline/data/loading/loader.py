@@ -35,6 +35,7 @@ from pipeline.data.loading.node_copier import NodeCopier, open_copier
 from pipeline.data.loading.objectives.base import Objective, sample_key
 from pipeline.data.loading.objectives.choice import make_objectives
 from pipeline.data.loading.pack_reader import PackReader
+from pipeline.data.loading.pair_rows import References
 from pipeline.data.loading.prefetch import read_ahead
 from pipeline.data.loading.skip_masks import Masks, Ranges, arranged_window, causal_targets, without
 from pipeline.data.order.journal import Journal
@@ -67,6 +68,7 @@ class Loader:
         remote: Datasets that lie in a bucket, by source.
         fetched_steps: Steps whose tokens are asked for ahead of the one that is read, of such datasets.
         copier: Copies these datasets to this node while `iterate` reads.
+        references: Of sources of pairs that are trained by preference.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Loader:
         remote: Mapping[str, RemoteDataset] | None = None,
         fetched_steps: int = 16,
         copier: NodeCopier | None = None,
+        references: References | None = None,
     ) -> None:
         assert 0 <= dp_rank < dp_size and min(micro_batch_size) >= 1
         assert len(micro_batch_size) == len(instances) == len(journal.segments)
@@ -129,6 +132,7 @@ class Loader:
             vocab_size=vocab_size,
             balanced=balanced,
             ahead=ahead,
+            references=references,
         )
         self._copier = copier
         self._fetch: FetchAhead | None = None
@@ -428,6 +432,7 @@ def open_loader(
     dp_size: int = 1,
     device: torch.device | None = None,
     whole_steps: bool = False,
+    references: References | None = None,
 ) -> Loader:
     """The loader of a run.
 
@@ -439,6 +444,7 @@ def open_loader(
         dp_size: Ranks that share each step.
         device: Where the batches will go.
         whole_steps: Each step is one micro-batch, whatever the run file says.
+        references: Of sources of pairs that are trained by preference.
 
     Raises:
         UserError: A source is too short for a window or too small for the blend, sources have different tokenizers, the
@@ -484,4 +490,5 @@ def open_loader(
         remote=remote,
         fetched_steps=config.stage.ahead,
         copier=open_copier(config, journal, remote, pieces_of, dp_rank),
+        references=references,
     )

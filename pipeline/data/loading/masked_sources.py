@@ -50,6 +50,38 @@ def _refuse_in_phase(config: Config, number: int, phase: PhaseConfig, name: str)
         )
 
 
+def refuse_pairs(config: Config, pairs: Collection[str], others: Collection[str]) -> None:
+    """Refuse pairs of conversations without `train.preference`, and what does not go with both.
+
+    Args:
+        config: The run file.
+        pairs: Names of the sources that have pairs.
+        others: Names of those that are known to have none.
+
+    Raises:
+        UserError: The run has such a thing; the message names the source and what to set.
+    """
+    if config.train.preference is None:
+        for name in pairs:
+            raise UserError(
+                f"source {name!r} has pairs of conversations (chat.format: preference), half of which are not to be "
+                "learned: set train.preference, like {beta: 0.1}, or take the source out"
+            )
+        return
+    for name in others:
+        raise UserError(
+            f"source {name!r} has no pairs of conversations, and train.preference trains on nothing else: make it with "
+            "chat.format: preference, or take it out"
+        )
+    weighs = [source.name for source in config.data.sources if source.loss_weight != 1 or source.weight_key is not None]
+    weighs += [name for phase in config.blend.phases for name in phase.loss_weights]
+    if weighs:
+        raise UserError(
+            f"source {weighs[0]!r} has loss weights, and train.preference counts each pair once: remove loss_weight, "
+            "loss_weights and weight_key"
+        )
+
+
 def check_masked_datasets(config: Config, datasets: Mapping[str, Dataset]) -> None:
     """Check the datasets with masks of a run: what `refuse_masked` does, and that no document is cut.
 
@@ -58,10 +90,12 @@ def check_masked_datasets(config: Config, datasets: Mapping[str, Dataset]) -> No
         datasets: The training split of each source.
 
     Raises:
-        UserError: As `refuse_masked`; or documents are longer than a pack.
+        UserError: As `refuse_masked` and `refuse_pairs`; or documents are longer than a pack.
     """
     masked = {name: dataset for name, dataset in datasets.items() if dataset.manifest.has_mask}
     refuse_masked(config, masked)
+    pairs = [name for name, dataset in masked.items() if dataset.manifest.has_pairs]
+    refuse_pairs(config, pairs, datasets.keys() - pairs)
     for name, dataset in masked.items():
         for length in config.pack_lengths:
             index = read_index(dataset.folder, dataset.newer, length)

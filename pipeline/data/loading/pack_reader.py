@@ -32,6 +32,7 @@ from pipeline.data.loading.objectives.base import (
 )
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.pack_masks import MaskArray, PackMasks
+from pipeline.data.loading.pair_rows import PairRows, References, pair_rows, second_begins
 from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.balance import rank_rows
 from pipeline.data.order.journal import Journal
@@ -120,6 +121,7 @@ class PackReader:
         vocab_size: Token ids must be below; None to take them as they are.
         balanced: Whether samples go to ranks by the work of attention within documents.
         ahead: Depths of multi-token prediction.
+        references: Of sources of pairs that are trained by preference; None: there are none.
     """
 
     def __init__(
@@ -135,8 +137,10 @@ class PackReader:
         vocab_size: int | None,
         balanced: bool,
         ahead: int,
+        references: References | None = None,
     ) -> None:
         self._journal = journal
+        self._references = references
         self._lookup = PackLookup(journal, sampler, instances)
         self._masks = PackMasks(journal, instances)
         self._instances = instances
@@ -181,10 +185,32 @@ class PackReader:
             data_hash % 2**64,
             tuple(map(int, self._ahead_totals(here, None))),
             samples=journal.samples(step),
+            pairs=0 if self._references is None else self._pairs(here),
         )
         if weights is None:
             return data
         return replace(data, total_weight=self._total(here), total_ahead=self._ahead_totals(here, weights))
+
+    @staticmethod
+    def _pairs(here: _Step) -> int:
+        """Pairs of the global batch that count."""
+        return len(here.located.chunks.row) if here.masked is None else int(np.count_nonzero(~here.masked))
+
+    def _pair_rows(self, here: _Step, tokens: _Tokens, raw: MaskArray) -> PairRows:
+        """The pairs of a micro-batch, with what the reference model gives them."""
+        located, which = here.located, tokens.which
+        if here.masked is not None:
+            which = which[~here.masked[which]]
+        place = tokens.place[np.isin(tokens.which, which)]
+        chunks, names = located.chunks, self._journal.names
+        sources = located.sources[chunks.row[which]].tolist()
+        assert self._references is not None
+        scores = [
+            self._references[names[source]][document]
+            for source, document in zip(sources, chunks.document[which].tolist(), strict=True)
+        ]
+        firsts = place * raw.shape[1] + located.offsets[which]
+        return pair_rows(raw.ravel(), firsts, chunks.tokens[which], scores)
 
     def _objective(self, here: _Step, row: int) -> PackObjective:
         name = self._journal.names[int(here.located.sources[row])]
@@ -378,7 +404,8 @@ class PackReader:
         index = located.samples.start + rows
         hashed = np.concatenate([index[:, None], inputs, tokens.flat], axis=1)
         data_hash = sum(map(xxhash.xxh3_64_intdigest, hashed))
-        mask = self._masks.rows(here.number, located, rows, length) if self._masks.has(here.number) else None
+        raw = self._masks.rows(here.number, located, rows, length) if self._masks.has(here.number) else None
+        mask = None if raw is None else (raw == 1).astype(np.uint8)
         fields: dict[str, Any]
         if any(objective.arranges for objective in self._objectives[here.number].values()):
             arranged = []
@@ -407,12 +434,17 @@ class PackReader:
             begins = [tokens.place * length + offsets, short * length + targets[short], np.arange(count, size) * length]
             later = self._masks.begins(here.number, located, tokens.which)
             begins.append(tokens.place[later] * length + offsets[later] + 1)
+            begins += [] if raw is None else [second_begins(raw.ravel())]
             fields = {
                 "tokens": torch.from_numpy(_filled(inputs, size)),
                 "targets": torch.from_numpy(_filled(tokens.flat, size)),
                 "weight": torch.from_numpy(weights),
                 "starts": torch.from_numpy(np.sort(np.concatenate(begins)).astype(np.int32)),
             }
+        if self._references is not None and raw is not None:
+            pairs = self._pair_rows(here, tokens, raw)
+            whole = _filled(pairs.conversation.reshape(count, length), size, 2 * len(pairs.reference))
+            fields |= {"conversation": torch.from_numpy(whole), "reference": torch.from_numpy(pairs.reference)}
         batch = Batch(
             sources=torch.from_numpy(_filled(located.sources[rows], size, -1)),
             extras={},

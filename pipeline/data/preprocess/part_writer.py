@@ -86,7 +86,7 @@ class PartWriter:
             document: without its text.
             text_bytes: of its text.
             ids: bytes of the dtype, which have to stay as they are until `flush`; the end-of-document token follows.
-            mask: 0 or 1 for each token and the end-of-document token, where a `.mask` is written.
+            mask: for each token and the end-of-document token, where a `.mask` is written, see `target_mask`.
         """
         self._waiting += (ids, self._end)
         self._note(document, text_bytes, len(ids) // self._dtype.itemsize + 1)

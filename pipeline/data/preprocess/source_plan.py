@@ -153,4 +153,4 @@ def _chat_rules(found: SourceFiles) -> ChatRules | None:
     template = found.reader.template
     if not isinstance(template, ChatTemplate):
         return None
-    return ChatRules(template.masks, template.longest, template.cuts)
+    return ChatRules(template.masks, template.longest, template.cuts, template.pairs)

@@ -316,7 +316,7 @@ class _Shard:
                 record["weight"] = dataset.weight(number)
             if dataset.manifest.has_mask:
                 mask = dataset.mask(number)
-                record["trained_tokens"] = int(mask.sum())
+                record["trained_tokens"] = int(np.count_nonzero(mask == 1))
                 if self._job.tokens:
                     record["mask"] = mask.tolist()
             if self._job.tokens:

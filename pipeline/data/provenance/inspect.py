@@ -116,7 +116,7 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
         if record not in places or places[record].kind != "text":  # a file of one document has no rows
             about += f", row {record[1]:,} of unit {record[0]:,}"
         if dataset.manifest.has_mask:
-            about += f", {int(dataset.mask(document).sum()):,} trained"
+            about += f", {np.count_nonzero(dataset.mask(document) == 1):,} trained"
         if dataset.manifest.has_weights:
             about += f", loss weight {dataset.weight(document):g}"
         console.print(Text(about, style="dim"), soft_wrap=True)
@@ -133,7 +133,7 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
 def _trained_pieces(dataset: Dataset, tokenizer: Tokenizer, document: int) -> Iterator[tuple[str, bool]]:
     """The beginning of a conversation in parts, with whether each is trained on."""
     start = dataset.document_start(document)
-    mask = dataset.mask(document)[: SHOWN_TOKENS + 1]
+    mask = dataset.mask(document)[: SHOWN_TOKENS + 1] == 1
     ids = dataset.read(start, len(mask))
     if len(ids) <= SHOWN_TOKENS and ids[-1] == tokenizer.end_of_document and not mask[-1]:
         ids, mask = ids[:-1], mask[:-1]

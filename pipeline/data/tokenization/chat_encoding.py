@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +12,8 @@ from pipeline.data.sources.records import NO_TARGET, UnusableRecord
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 Spans = tuple[tuple[int, int], ...]
+SECOND = 2
+"""In a mask: the first token of the second conversation of a pair, which is no target."""
 
 
 class EncodedChat(NamedTuple):
@@ -21,7 +23,7 @@ class EncodedChat(NamedTuple):
     """Token ids, in the dtype of the tokenizer."""
     mask: bytes
     """1 for each token that is trained on, else 0; the end-of-document token has the last. Without spans all are 1, but
-    for the first."""
+    for the first. The first token of the second conversation of a pair has 2."""
     text: str
     """The text that the ids are of: all, or what a limit has left."""
 
@@ -34,11 +36,13 @@ class ChatRules:
         masks: only spans are trained on.
         longest: tokens at most, with end of document; None for any number.
         cuts: longer ones are cut behind the last span that fits, and not rejected.
+        pairs: a text is that of two conversations, each with an end-of-document token.
     """
 
     masks: bool
     longest: int | None = None
     cuts: bool = False
+    pairs: bool = False
 
 
 def encode_chat(tokenizer: Tokenizer, text: str, spans: Spans, rules: ChatRules) -> EncodedChat:
@@ -47,12 +51,30 @@ def encode_chat(tokenizer: Tokenizer, text: str, spans: Spans, rules: ChatRules)
     Args:
         tokenizer: of the dataset.
         text: of the conversation.
-        spans: characters [first, end) of it that are trained on, ascending.
+        spans: characters [first, end) of it that are trained on, ascending; of a pair see `RecordText`.
         rules: what is stored.
 
     Raises:
         UnusableRecord: it cannot be stored.
     """
+    return _encode_pair(tokenizer, text, spans, rules) if rules.pairs else _encode(tokenizer, text, spans, rules)
+
+
+def _encode_pair(tokenizer: Tokenizer, text: str, spans: Spans, rules: ChatRules) -> EncodedChat:
+    """Both conversations of a pair, each encoded alone."""
+    place = next(number for number, (start, end) in enumerate(spans) if start == end)
+    border, alone = spans[place][0], replace(rules, longest=None)
+    chosen = _encode(tokenizer, text[:border], spans[:place], alone)
+    moved = tuple((start - border, end - border) for start, end in spans[place + 1 :])
+    rejected = _encode(tokenizer, text[border:], moved, alone)
+    size = len(chosen.mask) + len(rejected.mask)
+    if rules.longest is not None and size > rules.longest:
+        raise UnusableRecord(f"longer than chat.max_tokens ({rules.longest})", f"{size:,} tokens in both conversations")
+    ids = np.concatenate([chosen.ids, np.array([tokenizer.end_of_document], tokenizer.dtype), rejected.ids])
+    return EncodedChat(ids, chosen.mask + bytes([SECOND]) + rejected.mask[1:], text)
+
+
+def _encode(tokenizer: Tokenizer, text: str, spans: Spans, rules: ChatRules) -> EncodedChat:
     ids, offsets = tokenizer.encode_parsed(text)
     found, bounds = np.array(ids, tokenizer.dtype), np.array(offsets, np.int64).reshape(-1, 2)
     mask, ends = np.zeros(len(found), np.uint8), []

@@ -41,7 +41,11 @@ key is left out, so the default has to compute what those versions computed."""
 
 
 def fingerprints(
-    config: Config, datasets: Mapping[str, str | dict[str, str]], tokenizer: str, teacher: str | None = None
+    config: Config,
+    datasets: Mapping[str, str | dict[str, str]],
+    tokenizer: str,
+    teacher: str | None = None,
+    references: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Fingerprints:
     """The aspects of a run that decide what its steps compute, but for the order of the data.
 
@@ -50,6 +54,7 @@ def fingerprints(
         datasets: source name -> fingerprint of its training split; a pair if a run reads what was added since it began.
         tokenizer: fingerprint of the tokenizer.
         teacher: hash of the teacher's files; None: there is no teacher, or it is not known.
+        references: identity of the reference's log-probabilities by source; None: they are not known.
     """
     return {
         "data": dict(datasets),
@@ -57,6 +62,7 @@ def fingerprints(
         "objective": objective_fingerprint(config),
         "model": model_fingerprint(config),
         "distill": distillation_fingerprint(config, teacher),
+        "preference": preference_fingerprint(config, references),
         "code": numerics_version(config),
     }
 
@@ -65,6 +71,14 @@ def distillation_fingerprint(config: Config, teacher: str | None) -> dict[str, A
     """The values that decide a teacher's part in the loss; None where it has none."""
     settings = config.train.teacher
     return None if settings is None else {"teacher": teacher, **settings.model_dump(mode="json", exclude={"teacher"})}
+
+
+def preference_fingerprint(config: Config, references: Mapping[str, Mapping[str, str]] | None) -> dict[str, Any] | None:
+    """The values that decide the loss of pairs; None where none are trained on."""
+    settings = config.train.preference
+    if settings is None:
+        return None
+    return {"references": references, **settings.model_dump(mode="json", exclude={"reference_dir"})}
 
 
 def numerics_version(config: Config) -> str:
@@ -224,8 +238,8 @@ def _numbers(release: Any) -> list[int]:
 
 def _differences_of(aspect: str, old: Any, new: Any) -> list[tuple[str, Any, Any]]:
     """`differences` of an aspect, with names that are keys of the run file where it has them."""
-    if aspect == "distill":
-        return differences("train.distill", old, new)
+    if aspect in ("distill", "preference"):
+        return differences(f"train.{aspect}", old, new)
     if aspect != "objective":
         return differences(aspect, old, new)
     of_run = [{**(each or {})} for each in (old, new)]

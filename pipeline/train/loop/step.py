@@ -18,11 +18,13 @@ from pipeline.train.host.host_copy import HostCopy, to_device
 from pipeline.train.host.trace_spans import span
 from pipeline.train.loop.quantities.layers import Observer
 from pipeline.train.loop.quantities.losses import DepthLosses, SourceLosses, TeacherLosses, WeightedLoss
+from pipeline.train.loop.quantities.preferences import PreferenceLosses
 from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.loop.quantities.routing import Balance
 from pipeline.train.model.context import Ahead, Context, make_context
 from pipeline.train.model.dropout import Dropout
 from pipeline.train.model.loss import Criterion, TokenLosses
+from pipeline.train.model.preference import Preference
 from pipeline.train.monitor.spikes import SpikeGuard
 from pipeline.train.optim.ema import Ema
 from pipeline.train.optim.gradients import Gradients
@@ -113,6 +115,7 @@ class Stepper:
         self.quantities += [] if self._balance is None else [self._balance]
         self.quantities.append(self._observer)
         self.quantities += [] if teacher is None else [TeacherLosses(device)]
+        self.quantities += [] if train.preference is None else [PreferenceLosses(train.preference, setup.mesh, device)]
 
     def step(self, data: StepData, lr: float) -> StepResult:
         """Train on a global batch.
@@ -212,6 +215,10 @@ class Stepper:
             ahead = Ahead(batch.ahead_targets, weight_BNS if scale is None else weight_BNS * scale.scale)
         shard = self._model.vocab_shard
         criterion = Criterion(batch.targets, weight, loss.z_loss, shard, loss.tokens_at_once(self._model.vocab_columns))
+        if batch.conversation is not None:
+            of_pair = torch.full_like(weight, 1 / (data.pairs or 1))
+            of_pair = of_pair if scale is None else of_pair * scale.scale
+            criterion = replace(criterion, weight_BS=of_pair, preference=self._preference(batch))
         routing, balance = None, self._balance
         if balance is not None:
             windows, length = whole.tokens.shape
@@ -228,6 +235,15 @@ class Stepper:
             None if balance is None else balance.routed,
             ahead,
             batch.predicted,
+        )
+
+    def _preference(self, batch: Batch) -> Preference:
+        """The pairs of a micro-batch, of which this rank has a share."""
+        settings, mesh = self._config.train.preference, self._mesh
+        assert settings is not None and batch.conversation is not None and batch.reference is not None
+        group = mesh.role("cp").get_group() if mesh.size("cp") > 1 else None
+        return Preference(
+            batch.conversation, batch.weight, batch.reference, settings.beta, settings.label_smoothing, group
         )
 
     def _dropout(self, batch: Batch) -> Dropout | None:

@@ -38,6 +38,7 @@ from pipeline.train.loop.quantities.data_hash import DataHash
 from pipeline.train.loop.quantities.requests import AgreedRequests
 from pipeline.train.loop.quantities.windows import WindowLosses
 from pipeline.train.loop.quantities.work import RankWork
+from pipeline.train.loop.reference_scores import complete_references, make_references
 from pipeline.train.loop.rewind import go_back
 from pipeline.train.loop.saving import Saver, copy_missing
 from pipeline.train.loop.step import Stepper
@@ -419,6 +420,7 @@ class Trainer:
             dp_rank=mesh.rank("batch"),
             dp_size=mesh.size("batch"),
             device=self._setup.device,
+            references={name: each.scores for name, each in self._plan.references.items()} or None,
         )
 
     def _choose_compiling(self, checkpoint: Checkpoint | None) -> tuple[bool, str]:
@@ -455,6 +457,9 @@ def train(config: Config, console: Console | None = None) -> int:
         device = init_rank(config, ranks, lambda line: detail(console, f"train: {line}"))
         # Rank 0 reads the whole checkpoint to verify it, and the others wait.
         watchdog.phase("save")
+        if config.launch.reference_only:
+            make_references(config, device, watchdog, console)
+            return 0
         folder, checkpoint, plan = open_run_everywhere(config, ranks, stack, watchdog, console)
         total, reason = plan.length.steps, plan.length.reason
         if total == 0:
@@ -488,6 +493,9 @@ def train(config: Config, console: Console | None = None) -> int:
             save_minutes=config.train.checkpoint.every_minutes,
         ) as requests:
             with out_of_memory_means(weights_advice):
+                if config.train.preference is not None and checkpoint is None:
+                    found = complete_references(config, plan, setup, watchdog, requests.reason, console)
+                    plan = plan.with_references(config, found)
                 trainer = Trainer(config, plan, setup, heldout, folder, watchdog, requests, console, checkpoint)
                 trainer.begin(checkpoint)
             with trainer.opened():

@@ -150,7 +150,6 @@ class HeldOutRows(Protocol):
         """Some of them."""
 
 
-@torch.no_grad()
 def heldout_loss(
     config: Config,
     setup: Setup,
@@ -171,16 +170,45 @@ def heldout_loss(
         advance: called with the number of windows done after each pass.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
+
+    def measure(losses: TokenLosses, batch: Batch) -> None:
+        sums[0] += (losses.loss_BS * batch.weight).sum(dtype=torch.float64)
+        sums[1] += batch.weight.sum(dtype=torch.float64)
+
+    measure_rows(config, setup, model, runner, split, windows, measure, batch_size=batch_size, advance=advance)
+    dist.all_reduce(sums)
+    return HeldOutLoss(sums[0].item(), int(sums[1].item()))
+
+
+@torch.no_grad()
+def measure_rows(
+    config: Config,
+    setup: Setup,
+    model: ParallelModel,
+    runner: Runner,
+    split: HeldOutRows,
+    windows: Sequence[int],
+    measure: Callable[[TokenLosses, Batch], None],
+    *,
+    batch_size: int,
+    advance: Callable[[int], None] = lambda windows: None,
+) -> None:
+    """Forward passes of `windows` of some rows, dealt to all data-parallel ranks; every rank calls this.
+
+    Args:
+        measure: gets the losses of a batch, and this rank's share of it. Ranks that have the same are asked once.
+        batch_size: windows of one forward pass on one rank.
+        advance: called with the number of windows done after each pass.
+    """
     chunk_tokens = config.train.loss.tokens_at_once(model.vocab_columns)
 
     def context(whole: Batch, batch: Batch) -> Context:
         criterion = Criterion(batch.targets, batch.weight, shard=model.vocab_shard, chunk_tokens=chunk_tokens)
         return make_context(whole, config.model.document_attention, criterion, cut=model.cut, predicted=batch.predicted)
 
-    def measure(losses: TokenLosses, batch: Batch) -> None:
+    def counted(losses: TokenLosses, batch: Batch) -> None:
         if setup.mesh.counts_losses:
-            sums[0] += (losses.loss_BS * batch.weight).sum(dtype=torch.float64)
-            sums[1] += batch.weight.sum(dtype=torch.float64)
+            measure(losses, batch)
 
     was_training = next(iter(model.parts.values())).training
     model.train(False)
@@ -188,11 +216,9 @@ def heldout_loss(
     for batches, count in _passes(split, split.longest_first(windows), batch_size, setup.mesh, model):
         on_device = [batch.to(setup.device) for batch in batches]
         shards = [sequence_shard(batch, model.cut) for batch in on_device]
-        runner.evaluate(shards, [context(*pair) for pair in zip(on_device, shards, strict=True)], measure)
+        runner.evaluate(shards, [context(*pair) for pair in zip(on_device, shards, strict=True)], counted)
         advance(count)
     model.train(was_training)
-    dist.all_reduce(sums)
-    return HeldOutLoss(sums[0].item(), int(sums[1].item()))
 
 
 def _passes(

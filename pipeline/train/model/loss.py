@@ -14,6 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.train.model.preference import Preference
+
 
 @dataclass(frozen=True)
 class VocabShard:
@@ -66,6 +68,9 @@ class Criterion:
     """Tokens whose logits exist at once; None: all of them."""
     distillation: Distillation | None = None
     """The teacher's part; None: targets alone count."""
+    preference: Preference | None = None
+    """Pairs, whose losses are minimized in place of the cross entropy of their targets. Then `weight_BS` is the weight
+    of a pair, at each of its positions."""
 
     def at(self, predicted_BK: Tensor) -> Criterion:
         """Criterion of some positions alone."""
@@ -87,6 +92,8 @@ class TokenLosses(NamedTuple):
     """Divergence of every token from the teacher, fp32, without a gradient; None: there is no teacher."""
     teacher_BS: Tensor | None = None
     """The teacher's cross entropy of every token, likewise."""
+    of_pairs: Tensor | None = None
+    """[P, 2] fp64, log-probabilities of both conversations of each pair; None: there are no pairs."""
 
 
 Logits = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -109,11 +116,40 @@ def criterion_loss(
         criterion: targets and weights. With a shard all ranks of its group call this with the same shapes.
         bias_V: its bias.
     """
+    if criterion.preference is not None:
+        return _preference_loss(head, x_BSD, weight_VD, criterion, criterion.preference, bias_V)
     size = criterion.chunk_tokens
     if size is None or size >= criterion.targets_BS.numel():
         return _whole_loss(head, x_BSD, weight_VD, bias_V, criterion)
     total, *by_token = _ChunkedLoss.apply(x_BSD, weight_VD, bias_V, head, criterion)  # type: ignore[no-untyped-call]
     return _token_losses(total, *by_token)
+
+
+def _preference_loss(
+    head: Logits,
+    x_BSD: Tensor,
+    weight_VD: Tensor,
+    criterion: Criterion,
+    preference: Preference,
+    bias_V: Tensor | None,
+) -> TokenLosses:
+    """The loss of pairs: `total` has their gradient, and is no value of interest.
+
+    The factors of the tokens are known when the log-probabilities of whole conversations are. So in chunks, all logits
+    are made twice.
+    """
+    size, tokens = criterion.chunk_tokens, replace(criterion, preference=None)
+    if size is None or size >= criterion.targets_BS.numel():
+        loss_BS, _ = token_loss(head(x_BSD, weight_VD, bias_V), criterion.targets_BS, shard=criterion.shard)
+        of_pairs = preference.log_probabilities(loss_BS.detach())
+        weight_BS = preference.weights(of_pairs) * criterion.weight_BS
+        return TokenLosses((loss_BS * weight_BS).sum(), loss_BS.detach(), of_pairs=of_pairs)
+    with torch.no_grad():
+        found = criterion_loss(head, x_BSD, weight_VD, tokens, bias_V)
+    of_pairs = preference.log_probabilities(found.loss_BS)
+    weight_BS = preference.weights(of_pairs) * criterion.weight_BS
+    losses = criterion_loss(head, x_BSD, weight_VD, replace(tokens, weight_BS=weight_BS), bias_V)
+    return losses._replace(of_pairs=of_pairs)
 
 
 def _token_losses(

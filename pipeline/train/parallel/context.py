@@ -63,6 +63,7 @@ def sequence_shard(batch: Batch, cut: SequenceCut | None) -> Batch:
         ahead_targets=ahead_targets,
         ahead_weight=ahead_weight,
         predicted=predicted,
+        conversation=None if batch.conversation is None else cut.shard(batch.conversation),
     )
 
 

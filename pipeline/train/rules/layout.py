@@ -30,6 +30,7 @@ from pipeline.train.rules.export import EXPORT_RULES
 from pipeline.train.rules.fp8 import FP8_RULES, slow_without_compiler
 from pipeline.train.rules.optimizer import OPTIMIZER_RULES, optimizer_without_effect
 from pipeline.train.rules.overlap import OVERLAP_RULES, overlap_without_effect
+from pipeline.train.rules.preference import PREFERENCE_RULES
 from pipeline.train.rules.profiling import PROFILE_RULES
 from pipeline.train.rules.recompute import RECOMPUTE_RULES, many_shapes, recompute_without_effect
 from pipeline.train.rules.recurrence import RECURRENCE_RULES
@@ -300,6 +301,7 @@ RULES: Sequence[Rule] = (
     ),
     *CONTEXT_RULES,
     *DISTILLATION_RULES,
+    *PREFERENCE_RULES,
     Rule(
         ("parallel.pipeline.virtual_stages", "parallel.pipeline.schedule"),
         "Stages on a rank: 1 for `gpipe` and `1f1b`, 2 or more for the interleaved schedules, 2 for `zbv` and "

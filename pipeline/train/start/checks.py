@@ -12,7 +12,7 @@ from pipeline.common.problems import Problems, StartCheck
 from pipeline.config import Config
 from pipeline.data.datasets.files import TRAIN
 from pipeline.data.datasets.open import dataset_place, is_finished
-from pipeline.data.loading.masked_sources import refuse_masked
+from pipeline.data.loading.masked_sources import refuse_masked, refuse_pairs
 from pipeline.data.preprocess.checks import known_tokenizer
 from pipeline.data.preprocess.run_file_check import check_run_file
 from pipeline.train.checkpoint.manager import Checkpoint, Checkpoints
@@ -23,6 +23,7 @@ from pipeline.train.rules.layout_check import planned_model, planned_spec
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.start.from_mirror import check_mirror
 from pipeline.train.start.open_run import open_validation
+from pipeline.train.start.reference import reference_dir
 from pipeline.train.start.run_plan import plan_run
 from pipeline.train.start.schedule_seam import begin_lines, find_seam, run_schedule, schedule_differs
 from pipeline.train.start.teacher import check_teacher
@@ -79,6 +80,12 @@ def _schedule(scope: TrainScope, found: Problems) -> None:
 def _conversations(scope: TrainScope, found: Problems) -> None:
     sources = scope.config.data.sources
     refuse_masked(scope.config, {each.name for each in sources if each.chat and each.chat.train_on != "all"})
+    pairs = [each.name for each in sources if each.chat and each.chat.format == "preference"]
+    refuse_pairs(
+        scope.config, pairs, [each.name for each in sources if each.dataset is None and each.name not in pairs]
+    )
+    if scope.config.train.preference is not None:
+        reference_dir(scope.config, scope.config.train.preference)
 
 
 def _kept_checkpoints(scope: TrainScope, found: Problems) -> None:

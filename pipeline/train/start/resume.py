@@ -69,6 +69,7 @@ WINNERS: dict[str, tuple[Winner, str]] = {
     "train.faults": ("run file", "the history of spikes and the count of rewinds are the checkpoint's"),
     "train.ema": ("run file", "an average that is turned on later starts from the weights"),
     "train.distill": ("checkpoint", "the teacher by content (resume.allow: distill)"),
+    "train.preference": ("checkpoint", "the reference by content (resume.allow: preference)"),
     "train.init_from": ("run file", "used only where the run has no checkpoint"),
     "train.metrics": ("run file", ""),
     "train.profile": ("run file", ""),
@@ -82,7 +83,7 @@ WINNERS: dict[str, tuple[Winner, str]] = {
 """Winner of two values, and notes, by key; a key stands for all below it that have no entry of their own."""
 
 _SHOWN_CHARACTERS = 100
-_COMPARED_BY_FINGERPRINT = ("model", "train.objective", "train.distill")
+_COMPARED_BY_FINGERPRINT = ("model", "train.objective", "train.distill", "train.preference")
 """A difference is refused or warned of already."""
 _OF_THIS_START = ("run.dir", "data.dir", "stage", "launch", "resume", "slurm", "notify")
 """Keys that say where and how a start is made, and nothing about the run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.common import storage
@@ -27,8 +27,9 @@ from pipeline.data.preprocess.run_tokenizer import run_tokenizer
 from pipeline.data.preprocess.source_settings import unused_weights
 from pipeline.data.sources.templates.chat_template import template_of_datasets
 from pipeline.data.tokenization.tokenizer import Tokenizer
-from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints
+from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints, preference_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoint
+from pipeline.train.start.reference import Reference, saved_references
 from pipeline.train.start.setup import check_tokenizer
 from pipeline.train.start.teacher import TeacherWeights
 
@@ -55,6 +56,14 @@ class RunPlan:
     """Template of the conversations that are trained on."""
     teacher: TeacherWeights | None = None
     """The teacher; None: there is none, or nothing is trained with this plan."""
+    references: Mapping[str, Reference] = field(default_factory=dict)
+    """Log-probabilities by the reference, by source; empty without `train.preference`, and before they are computed."""
+
+    def with_references(self, config: Config, references: Mapping[str, Reference]) -> RunPlan:
+        """The plan of a run that starts, with log-probabilities that were computed for it."""
+        identities = {name: each.identity for name, each in references.items()}
+        of_pairs = {"preference": preference_fingerprint(config, identities)}
+        return replace(self, references=references, fingerprints=self.fingerprints | of_pairs)
 
     def segment(self, step: int) -> Segment:
         """Segment of the journal that a step, counted from 0, is in."""
@@ -104,11 +113,16 @@ def plan_run(
         saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
     journal = plan_journal(config, datasets, saved)
     known = (state.get("fingerprints", {}).get("distill") or {}).get("teacher")
+    references: dict[str, Reference] = {}
+    if checkpoint is not None and config.train.preference is not None:
+        of_pairs = state["fingerprints"].get("preference") or {}
+        references = saved_references(config, datasets, of_pairs.get("references"))
     now = fingerprints(
         config,
         {name: _identity(d, name, journal) for name, d in datasets.items()},
         tokenizer.fingerprint,
         known if teacher is None else teacher.identity,
+        {name: each.identity for name, each in references.items()},
     )
     warnings = unused_weights(config, {name: dataset.manifest for name, dataset in datasets.items()})
     warnings += [] if teacher is None else teacher.warnings
@@ -133,7 +147,7 @@ def plan_run(
     exhaustions: dict[int, list[str]] = {}
     for step, line in run_length.exhaustions(sampler, length.steps):
         exhaustions.setdefault(step, []).append(line)
-    return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions, template, teacher)
+    return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions, template, teacher, references)
 
 
 def _identity(dataset: Dataset, source: str, journal: Journal) -> str | dict[str, str]:

@@ -200,18 +200,30 @@ def in_memory(config: Config, weights: ExportedWeights, tokenizer: Tokenizer, fi
 
 def _inference_model(config: Config, opened: _Opened, device: torch.device, parallel: ParallelConfig) -> InferenceModel:
     """The model of opened weights in evaluation mode; every rank calls this."""
-    config = _for_inference(config, parallel)
+    config = for_inference(config, parallel)
     setup = set_up(config, opened.tokenizer.vocab_size, device)
     broadcast_from_rank0(lambda: opened.check(setup.spec))
+    model = build_for_inference(config, setup, opened.load)
+    return InferenceModel(setup, model, build_runner(config, setup, model), opened.tokenizer, opened.source)
+
+
+def build_for_inference(config: Config, setup: Setup, load: Fill) -> ParallelModel:
+    """A model with weights, in evaluation mode; every rank calls this.
+
+    Args:
+        config: from `for_inference`.
+        setup: of that config.
+        load: fills it.
+    """
     model = parallelize(config, setup)
     kernel = attention_choice(config, setup).build(config.train.deterministic)
     recurrent = recurrent_choice(config, setup).build()
     for part in model.parts.values():
         part.kernel = kernel
         part.recurrent = recurrent
-    opened.load(model)
+    load(model)
     model.train(False)
-    return InferenceModel(setup, model, build_runner(config, setup, model), opened.tokenizer, opened.source)
+    return model
 
 
 @dataclass(frozen=True)
@@ -245,7 +257,7 @@ def _open_exported(config: Config, folder: Path) -> _Opened:
     return _Opened(weights.source, tokenizer, lambda spec: check_exported(config, weights, spec), weights.load)
 
 
-def _for_inference(config: Config, parallel: ParallelConfig) -> Config:
+def for_inference(config: Config, parallel: ParallelConfig) -> Config:
     """A config whose model is laid out by `parallel`, without what only its training passes have."""
     unused = {
         "compile": False,

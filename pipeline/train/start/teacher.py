@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from pipeline.common.errors import UserError
-from pipeline.common.hashing import file_hash, value_hash
 from pipeline.config import Config
 from pipeline.config.model import ModelConfig
 from pipeline.config.weights import WeightsConfig
@@ -21,16 +20,15 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
 from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, named_weights
-from pipeline.train.checkpoint.resume_point import files_by_rank
 from pipeline.train.checkpoint.weight_source import exported_tensors, validated_model
-from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
+from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.teacher import Teacher, build_teacher, teacher_config
 from pipeline.train.rules.layout import check_teacher_layout
-from pipeline.train.start.weights_place import WeightsPlace, check_fit, tokenizer_difference
+from pipeline.train.start.weights_place import WeightsPlace, check_fit, folder_hash, tokenizer_difference
 
 _KEY = "train.distill.teacher"
 
@@ -164,7 +162,7 @@ def open_teacher(config: Config) -> TeacherWeights | None:
     wanted = settings.teacher
     if wanted.hf is not None:
         folder = HuggingFaceFolder(wanted.hf, vocab_multiple=config.model.vocab_multiple)
-        where, model, fill, identity = folder.folder, folder.model, _reader(folder), _hash_of(folder)
+        where, model, fill, identity = folder.folder, folder.model, _reader(folder), folder_hash(folder)
     else:
         place = WeightsPlace(wanted, _KEY)
         found = place.verified()
@@ -231,12 +229,3 @@ def _reader(folder: HuggingFaceFolder) -> Callable[[ParallelModel], object]:
             folder.read_into(local, name, rows, *others)
 
     return fill
-
-
-def _hash_of(folder: HuggingFaceFolder) -> str:
-    """Hash of the files that decide what a Hugging Face model computes; each rank reads some of them."""
-    sizes = broadcast_from_rank0(lambda: {name: ((folder.folder / name).stat().st_size, "") for name in folder.files})
-    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    mine = {name: f"{file_hash(folder.folder / name):016x}" for name in files_by_rank(sizes, ranks)[rank]}
-    found = gather(mine)
-    return broadcast_from_rank0(lambda: value_hash({name: each for some in found or () for name, each in some.items()}))

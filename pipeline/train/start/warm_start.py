@@ -45,7 +45,7 @@ class WeightsOrigin:
 
 
 def warm_start(
-    config: Config, tokenizer: Tokenizer, model: ParallelModel, optimizers: Optimizers
+    config: Config, tokenizer: Tokenizer, model: ParallelModel, optimizers: Optimizers | None
 ) -> tuple[list[str], WeightsOrigin]:
     """Load weights into a model of any layout, and with `train.init_from.optimizer` moments; every rank calls this.
 
@@ -53,7 +53,7 @@ def warm_start(
         config: with train.init_from.
         tokenizer: of this run.
         model: gets the weights.
-        optimizers: get the moments.
+        optimizers: get the moments; None where none are wanted.
 
     Returns:
         What was loaded, in words, and for the checkpoints.
@@ -94,6 +94,7 @@ def warm_start(
             "the order of the data start from scratch"
         )
     else:
+        assert optimizers is not None
         moments.load(model, optimizers)
         known["optimizer_step"] = moments.source.step
         first = (

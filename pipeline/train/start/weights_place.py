@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch.distributed as dist
+
 from pipeline.common.errors import UserError
+from pipeline.common.hashing import file_hash, value_hash
 from pipeline.common.run_files import EXPORT_ORIGIN, RunFiles
 from pipeline.config import Config
 from pipeline.config.weights import WeightsConfig
@@ -16,9 +19,10 @@ from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
 from pipeline.train.checkpoint.exported_loading import Shapes, VerifiedWeights, verified_export
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.checkpoint.resume_point import source_point
+from pipeline.train.checkpoint.resume_point import files_by_rank, source_point
 from pipeline.train.checkpoint.tensors import stored_weights
-from pipeline.train.distributed.process_group import broadcast_from_rank0
+from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
+from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.decoder_spec import DecoderSpec
 
 PlaceKind = Literal["run", "checkpoint", "exported"]
@@ -116,6 +120,29 @@ def tokenizer_difference(
             "accept it with resume.allow=[tokenizer]"
         )
     return [f"warning: allowed: {difference}"]
+
+
+def weights_identity(wanted: WeightsConfig, key: str, vocab_multiple: int) -> str:
+    """Hash of the weights that a section names, all of whose files are read; every rank calls this.
+
+    Args:
+        wanted: the section.
+        key: of it.
+        vocab_multiple: of the run's model.
+    """
+    if wanted.hf is not None:
+        return folder_hash(HuggingFaceFolder(wanted.hf, vocab_multiple=vocab_multiple))
+    found = WeightsPlace(wanted, key).verified()
+    return f"{found.fingerprint} {wanted.weights}" if isinstance(found, Checkpoint) else found.source.fingerprint
+
+
+def folder_hash(folder: HuggingFaceFolder) -> str:
+    """Hash of the files that decide what a Hugging Face model computes; each rank reads some of them."""
+    sizes = broadcast_from_rank0(lambda: {name: ((folder.folder / name).stat().st_size, "") for name in folder.files})
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    mine = {name: f"{file_hash(folder.folder / name):016x}" for name in files_by_rank(sizes, ranks)[rank]}
+    found = gather(mine)
+    return broadcast_from_rank0(lambda: value_hash({name: each for some in found or () for name, each in some.items()}))
 
 
 def _sizes(checkpoint: Checkpoint) -> list[str]:

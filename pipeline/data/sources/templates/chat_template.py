@@ -25,9 +25,11 @@ from pipeline.data.chat.template_files import (
 )
 from pipeline.data.sources.records import NO_TARGET, UnusableRecord
 from pipeline.data.sources.templates.conversation import (
+    PREFERENCE_SIDES,
     ChatFormat,
     Conversation,
     read_conversation,
+    read_pair,
 )
 from pipeline.data.sources.templates.template import RecordTemplate, RecordText
 
@@ -49,6 +51,7 @@ class ChatTemplate(RecordTemplate):
         tokens: (name, text) of the tokens that it may name.
         special: texts of the special tokens of the tokenizer, which messages must not hold.
         marks: further tokens that the template names, which only answers may hold.
+        prompt: key of the prompt of a pair.
         longest, cuts: `max_tokens`, and whether longer conversations are cut; that is up to who encodes them.
     """
 
@@ -64,6 +67,7 @@ class ChatTemplate(RecordTemplate):
     tokens: tuple[tuple[str, str], ...]
     special: tuple[str, ...]
     marks: tuple[str, ...]
+    prompt: str | None = None
 
     @classmethod
     def of(cls, source: InputConfig, tokenizer: TokenizerConfig | None) -> ChatTemplate:
@@ -107,6 +111,7 @@ class ChatTemplate(RecordTemplate):
             tuple(sorted(tokens.items())),
             tuple(sorted(special)),
             tuple(sorted(marks)),
+            chat.prompt_key,
         )
 
     @classmethod
@@ -121,13 +126,24 @@ class ChatTemplate(RecordTemplate):
         """The section of the run file, the tokens and the text of the template."""
         made = asdict(self) | {"tokens": dict(self.tokens)}
         made |= {"special": list(self.special), "marks": list(self.marks)}
+        if self.prompt is None:
+            del made["prompt"]
         return {CHAT: made, CHAT_TEMPLATE: made.pop("template")}
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys of the messages, and of the tools."""
-        own = ("prompt", "completion") if self.format == "prompt_completion" else (self.messages_key,)
+        own: tuple[str, ...] = (self.messages_key,)
+        if self.format == "prompt_completion":
+            own = ("prompt", "completion")
+        elif self.pairs:
+            own = PREFERENCE_SIDES if self.prompt is None else (self.prompt, *PREFERENCE_SIDES)
         return own if self.tools is None else (*own, self.tools)
+
+    @property
+    def pairs(self) -> bool:
+        """True if a record is a pair of conversations."""
+        return self.format == "preference"
 
     @property
     def nested(self) -> bool:
@@ -136,13 +152,16 @@ class ChatTemplate(RecordTemplate):
 
     @property
     def config_key(self) -> str:
-        """Key of the messages."""
-        return "chat.messages_key"
+        """Key of the messages, or of what else decides where they are."""
+        return "chat.format" if self.pairs else "chat.messages_key"
 
     @property
     def either_keys(self) -> tuple[str, ...]:
-        """All but that of the messages."""
-        return tuple(key for key in self.keys if self.format == "prompt_completion" or key != self.messages_key)
+        """All but those of whole conversations."""
+        whole: tuple[str, ...] = PREFERENCE_SIDES if self.pairs else (self.messages_key,)
+        if self.format == "prompt_completion" or self.prompt is not None:
+            whole = ()
+        return tuple(key for key in self.keys if key not in whole)
 
     @property
     def has_calls(self) -> bool:
@@ -184,7 +203,10 @@ class ChatTemplate(RecordTemplate):
         return dict(check_template(self._renderer, dict(self.tokens), self.special, masks=self.masks, place=place))
 
     def render(self, values: Mapping[str, Any]) -> RecordText:
-        """The text of a conversation, with the spans that are trained on; () if all of it is."""
+        """The text of a conversation, with the spans that are trained on; () if all of it is.
+
+        Of a pair it is one text after the other, with an empty span between the spans of both.
+        """
         try:
             found = self._render(values)
             found.text.encode()
@@ -195,7 +217,14 @@ class ChatTemplate(RecordTemplate):
         return found
 
     def _render(self, values: Mapping[str, Any]) -> RecordText:
-        conversation = read_conversation(values, self.format, self.messages_key, self.tools)
+        if not self.pairs:
+            return self._rendered(read_conversation(values, self.format, self.messages_key, self.tools))
+        chosen, rejected = map(self._rendered, read_pair(values, self.prompt, self.tools))
+        border = len(chosen.text)
+        moved = ((start + border, end + border) for start, end in rejected.spans or ())
+        return RecordText(chosen.text + rejected.text, (*(chosen.spans or ()), (border, border), *moved))
+
+    def _rendered(self, conversation: Conversation) -> RecordText:
         if self.rejects_special:
             self._refuse_special(conversation)
         variables = chat_variables(dict(self.tokens), conversation.messages, conversation.tools)

@@ -8,7 +8,9 @@ from typing import Any, Literal, NamedTuple
 
 from pipeline.data.sources.records import UnusableRecord
 
-ChatFormat = Literal["openai", "sharegpt", "prompt_completion"]
+ChatFormat = Literal["openai", "sharegpt", "prompt_completion", "preference"]
+PREFERENCE_SIDES = ("chosen", "rejected")
+"""Keys of a record of `preference`."""
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 """Roles of messages in the format of OpenAI."""
 SPEAKERS = {
@@ -67,7 +69,7 @@ def read_conversation(
 
     Args:
         values: of the record, by key.
-        form: of the record.
+        form: of the record, but for `preference`, see `read_pair`.
         messages_key: key of the list of messages; of `prompt_completion` unused.
         tools_key: key of the tools, if there is one.
 
@@ -84,6 +86,40 @@ def read_conversation(
         raw = _messages(values.get(messages_key), messages_key)
         if form == "sharegpt":
             raw = [_of_sharegpt(number, each) for number, each in enumerate(raw)]
+    return _conversation(raw, None if tools_key is None else _tools(values.get(tools_key)))
+
+
+def read_pair(
+    values: Mapping[str, Any], prompt_key: str | None, tools_key: str | None
+) -> tuple[Conversation, Conversation]:
+    """The preferred and the other conversation of a record, which are the same up to their last answers.
+
+    Args:
+        values: of the record, by key.
+        prompt_key: key of the prompt, if the two sides are answers alone.
+        tools_key: key of the tools, if there is one.
+
+    Raises:
+        UnusableRecord: it is no such pair.
+    """
+    prompt = [] if prompt_key is None else _side(values, prompt_key, "user")
+    tools = None if tools_key is None else _tools(values.get(tools_key))
+    sides = []
+    for key in PREFERENCE_SIDES:
+        answers = _messages(values.get(key), key) if prompt_key is None else _side(values, key, "assistant")
+        sides.append(_conversation(prompt + answers, tools))
+    chosen, rejected = (side.messages for side in sides)
+    if any(side[-1]["role"] != "assistant" for side in (chosen, rejected)):
+        raise UnusableRecord("a conversation of a pair does not end with an answer")
+    if chosen[:-1] != rejected[:-1]:
+        raise UnusableRecord("the conversations of a pair differ before their last answers")
+    if chosen[-1] == rejected[-1]:
+        raise UnusableRecord("both answers of a pair are the same")
+    return sides[0], sides[1]
+
+
+def _conversation(raw: list[Any], tools: list[Any] | None) -> Conversation:
+    """A conversation of messages in the format of OpenAI."""
     if not raw:
         raise UnusableRecord("no messages")
     if len(raw) > MOST_MESSAGES:
@@ -98,7 +134,7 @@ def read_conversation(
         messages.append(_with_reasoning(message))
         if message["role"] == "assistant":
             trained.append(weight == 1)
-    return Conversation(messages, None if tools_key is None else _tools(values.get(tools_key)), tuple(trained))
+    return Conversation(messages, tools, tuple(trained))
 
 
 def _messages(value: Any, key: str) -> list[Any]:

@@ -18,7 +18,7 @@ class RecordText(NamedTuple):
     text: str
     spans: tuple[tuple[int, int], ...] | None = None
     """Characters [first, end) of a conversation that are trained on, ascending. Special tokens in its text count as
-    such."""
+    such. An empty one is where the second conversation of a pair begins."""
 
 
 @dataclass(frozen=True)
