@@ -50,7 +50,6 @@ def write(root: Path, changes: dict[str, Any] | None = None, name: str = "pairs.
     if not path.exists():
         path.write_text("".join(json.dumps(each) + "\n" for each in records()))
         template.write_text(TEMPLATES["plain"])
-        write_tokenizer(root / "tokenizer")
     chat = {"format": "preference", "template": str(template), "train_on": "last", "max_tokens": 256}
     source = {"name": "pairs", "type": "jsonl", "paths": [str(path)], "chat": chat}
     keys = {"data.sources": [source], "tokenizer": _tokenizer(root), "train.preference": {"beta": 0.3}}
@@ -59,6 +58,9 @@ def write(root: Path, changes: dict[str, Any] | None = None, name: str = "pairs.
 
 
 def _tokenizer(root: Path) -> dict[str, Any]:
+    """Section of the tokenizer that all run files have, which is made."""
+    if not (root / "tokenizer").exists():
+        write_tokenizer(root / "tokenizer")
     return {"path": str(root / "tokenizer"), "end_of_document": SPECIAL[0], "special_tokens": SPECIAL[1:]}
 
 
