@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pipeline.data.chat.results import DATE_FUNCTION, BadTemplate, CannotRender, RenderedChat, Used
 
 _LEFT_OUT = {"filters": ("random", "pprint"), "globals": ("lipsum", "cycler", "joiner")}
-"""Of Jinja: what draws by chance or makes any amount of text. transformers has them, templates do not use them."""
+"""Filters and functions of Jinja that draw by chance or make any amount of text. No template uses them."""
 
 
 class _Generation(Extension):

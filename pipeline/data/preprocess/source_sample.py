@@ -56,7 +56,7 @@ class SourceSample:
     coverage: Coverage = field(default_factory=Coverage)
     """Of the text that was encoded."""
     chat: tuple[str, tuple[tuple[int, int], ...]] | None = None
-    """Of conversations, the first: its text, and the spans of it that are trained on."""
+    """The first conversation: its text, and the spans of it that are trained on."""
 
     @property
     def not_bad(self) -> frozenset[str]:

@@ -53,7 +53,7 @@ class SourceJob(UnitSource):
     curation: AppliedCuration | None = None
     """Decisions that the documents follow."""
     chat: ChatRules | None = None
-    """What is stored of conversations, if the documents are some."""
+    """Rules by which conversations are stored; None where documents are text."""
 
     def open_curation(self, unit: Unit) -> UnitCuration | None:
         """Decisions about a unit, if there are any."""

@@ -26,7 +26,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 
 SHOWN_CHARACTERS = 300
 SHOWN_TOKENS = 600
-"""Of a conversation."""
+"""Tokens of a conversation that are shown."""
 HISTOGRAM_DOCUMENTS = 20_000
 """Documents at most, evenly spaced, whose lengths are counted."""
 _BAR = 40

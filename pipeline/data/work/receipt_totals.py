@@ -37,7 +37,7 @@ class Counts:
     tokens: int = 0
     text_bytes: int = 0
     trained_tokens: int | None = None
-    """Of conversations: those that are trained on."""
+    """Tokens of conversations that are trained on."""
 
     def add(self, other: ReceiptSplit | Counts) -> None:
         """Add those of a chunk."""

@@ -46,6 +46,10 @@ class Terminal(Logger):
             f"loss {row['loss']:.4f}  norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}  "
             f"{row['tokens_per_second']:,.0f} tok/s"
         )
+        if "preference_loss" in row:
+            numbers = (
+                f"preference loss {row['preference_loss']:.4f}, {percent(row['preference_accuracy'])} right  {numbers}"
+            )
         if "mfu" in row:
             numbers += f"  mfu {percent(row['mfu'], 1)}"
         if "experts" in row:
