@@ -15,6 +15,7 @@ import torch
 from pipeline.train.host.host_copy import HostCopy
 from pipeline.train.loop import trainer
 from pipeline.train.run.folder import read_metrics
+from tests.data import pairs
 from tests.train.optim.averages import averages_differ
 from tests.train.runs import column, exact, train, weights_hash
 
@@ -53,6 +54,27 @@ def test_a_gpu_sees_by_layer_what_a_cpu_does(root: Path) -> None:
     for cpu, gpu in zip(*rows, strict=True):
         for key in ("grad_norm_by_layer", "activation_rms_by_layer", "attention_logit_max_by_layer"):
             assert gpu[key] == pytest.approx(cpu[key], rel=1e-3), key
+
+
+def test_pairs_on_a_gpu(tmp_path: Path) -> None:
+    """The reference and the steps, as on the CPU; deterministic ones have the same bits twice."""
+    pairs.make(pairs.write(tmp_path))
+    pairs.base(tmp_path, {"launch.device": "cpu"})
+    devices = {"cpu": [], "cuda": ["train.deterministic=true"], "again": ["train.deterministic=true"]}
+    runs = {
+        name: train(
+            tmp_path,
+            name,
+            f"launch.device={'cpu' if name == 'cpu' else 'cuda'}",
+            f"train.preference.reference_dir={tmp_path / f'reference-{name}'}",
+            *values,
+            file="pairs.yaml",
+        )
+        for name, values in devices.items()
+    }
+    assert exact(runs["again"]) == exact(runs["cuda"]) and weights_hash(runs["again"]) == weights_hash(runs["cuda"])
+    found = column(runs["cuda"], "preference_loss")
+    assert found[:3] == pytest.approx(column(runs["cpu"], "preference_loss")[:3], rel=1e-3)
 
 
 def test_layers_that_are_recomputed_moved_or_compiled_on_a_gpu(root: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Layout]] = {
     ),
     "taught, tp2": ({}, {"distill": {"teacher": {"hf": "/nowhere"}}}, Layout(tp=2)),
     "cp2": ({}, {}, Layout(cp=2)),
+    "pairs": ({"document_attention": True}, {"preference": {}, "loss": {"chunk_tokens": 8}}, Layout()),
+    "pairs, cp2": ({}, {"preference": {"label_smoothing": 0.1}}, Layout(cp=2)),
 }
 
 
@@ -122,6 +125,9 @@ def issue(
                 ids, size = torch.zeros(SAMPLES, LENGTH, dtype=torch.int64), (SAMPLES, LENGTH)
                 sources = torch.zeros(SAMPLES, dtype=torch.int64)
                 batches = [Batch(ids, ids, torch.ones(size), starts, sources, {}, sources) for _ in range(2)]
+                if config.train.preference is not None:
+                    pairs = {"conversation": ids, "reference": torch.zeros(3, 2, dtype=torch.float64)}
+                    batches = [replace(batch, **pairs) for batch in batches]
                 if stepper.spikes is not None:
                     stepper.spikes.compare_within("some")
                 data = StepData(step, batches, 2 * SAMPLES * LENGTH, samples=range(2 * SAMPLES))
@@ -164,7 +170,9 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.first(3)
-@pytest.mark.parametrize("case", ["spikes, average, observed", "fp16", "dropout", "hsdp, documents", "tp2", "taught"])
+@pytest.mark.parametrize(
+    "case", ["spikes, average, observed", "fp16", "dropout", "hsdp, documents", "tp2", "taught", "pairs"]
+)
 def test_a_step_has_everything_on_its_device(accelerated: None, case: str) -> None:
     """Forward, backward and update, the batches sent by the step; where an attention is in tiles, these are a CPU's."""
     result = issue(case, device=META)

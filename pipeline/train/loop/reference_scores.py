@@ -27,7 +27,7 @@ from pipeline.train.model.loss import TokenLosses
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import Runner, build_runner
 from pipeline.train.parallel.setup import Setup, set_up
-from pipeline.train.start.reference import Reference, ReferenceFolder, open_reference, reference_folders
+from pipeline.train.start.reference import ReferenceFolder, ReferenceScores, open_reference, reference_folders
 from pipeline.train.start.run_plan import RunPlan, plan_run
 from pipeline.train.start.setup import build_for_inference, for_inference
 from pipeline.train.start.warm_start import warm_start
@@ -40,7 +40,7 @@ def complete_references(
     watchdog: Watchdog,
     stop_reason: Callable[[], str | None],
     console: Console,
-) -> dict[str, Reference]:
+) -> dict[str, ReferenceScores]:
     """The log-probabilities of each source, after those that are missing are computed; every rank calls this.
 
     Args:
@@ -78,8 +78,6 @@ def complete_references(
                     if (reason := broadcast_from_rank0(commit)) is not None:
                         raise Stopped(f"{reason}; the reference is kept as far as it is computed", agreed=True)
         del scorer
-        if setup.device.type == "cuda":
-            torch.cuda.empty_cache()
     watchdog.phase("save")
 
     def finish() -> None:

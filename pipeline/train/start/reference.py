@@ -34,7 +34,7 @@ _HOW = "`pipeline train RUN.yaml --reference` computes it from the weights of tr
 
 
 @dataclass(frozen=True)
-class Reference:
+class ReferenceScores:
     """Complete log-probabilities of a dataset's pairs."""
 
     folder: Path
@@ -151,7 +151,7 @@ def reference_dir(config: Config, settings: PreferenceConfig) -> Path:
 
 def saved_references(
     config: Config, datasets: Mapping[str, Dataset], saved: Mapping[str, Any] | None
-) -> dict[str, Reference]:
+) -> dict[str, ReferenceScores]:
     """The log-probabilities that a checkpoint was trained with.
 
     Args:
@@ -176,7 +176,7 @@ def saved_references(
     return found
 
 
-def open_reference(folder: Path, dataset: Dataset) -> Reference:
+def open_reference(folder: Path, dataset: Dataset) -> ReferenceScores:
     """Complete log-probabilities of a dataset.
 
     Raises:
@@ -206,7 +206,7 @@ def open_reference(folder: Path, dataset: Dataset) -> Reference:
     scores = np.concatenate([np.zeros((0, 2)), *pieces])
     if len(scores) != dataset.documents:
         raise UserError(f"{what} is damaged: {len(scores):,} of {dataset.documents:,} documents; {_HOW}")
-    return Reference(folder, value_hash(value["blocks"]), scores)
+    return ReferenceScores(folder, value_hash(value["blocks"]), scores)
 
 
 def _block(folder: Path, number: int) -> Path:

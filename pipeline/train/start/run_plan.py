@@ -29,7 +29,7 @@ from pipeline.data.sources.templates.chat_template import template_of_datasets
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.fingerprint import Fingerprints, compare, fingerprints, preference_fingerprint
 from pipeline.train.checkpoint.manager import Checkpoint
-from pipeline.train.start.reference import Reference, saved_references
+from pipeline.train.start.reference import ReferenceScores, saved_references
 from pipeline.train.start.setup import check_tokenizer
 from pipeline.train.start.teacher import TeacherWeights
 
@@ -56,10 +56,10 @@ class RunPlan:
     """Template of the conversations that are trained on."""
     teacher: TeacherWeights | None = None
     """The teacher; None: there is none, or nothing is trained with this plan."""
-    references: Mapping[str, Reference] = field(default_factory=dict)
+    references: Mapping[str, ReferenceScores] = field(default_factory=dict)
     """Log-probabilities by the reference, by source; empty without `train.preference`, and before they are computed."""
 
-    def with_references(self, config: Config, references: Mapping[str, Reference]) -> RunPlan:
+    def with_references(self, config: Config, references: Mapping[str, ReferenceScores]) -> RunPlan:
         """The plan of a run that starts, with log-probabilities that were computed for it."""
         identities = {name: each.identity for name, each in references.items()}
         of_pairs = {"preference": preference_fingerprint(config, identities)}
@@ -113,7 +113,7 @@ def plan_run(
         saved = saved_journal(config.run.dir, state["journal"], checkpoint.step)
     journal = plan_journal(config, datasets, saved)
     known = (state.get("fingerprints", {}).get("distill") or {}).get("teacher")
-    references: dict[str, Reference] = {}
+    references: dict[str, ReferenceScores] = {}
     if checkpoint is not None and config.train.preference is not None:
         of_pairs = state["fingerprints"].get("preference") or {}
         references = saved_references(config, datasets, of_pairs.get("references"))
