@@ -92,6 +92,8 @@ def launch_training(config: Config, processes: int, console: Console | None = No
         if not (isinstance(end, RankFailed) and end.shown and end.exit_code != EXIT_HANG):
             note_end(config.run.dir, end, start)
         raise
+    if config.launch.reference_only:
+        return 0
     return int(storage.read_object(RunFiles(config.run.dir).exit)["step"])
 
 

@@ -144,7 +144,8 @@ def train(config: Config, console: Console | None = None) -> int:
     from slurm.local.training_notices import notified_training
 
     # From when the ranks are there, or the training here listens itself, a signal lets them save first.
-    with notified_training(config, console), _stage(config, "train"), _terminate_stops():
+    notices = nullcontext() if config.launch.reference_only else notified_training(config, console)
+    with notices, _stage(config, _train_stage(config)), _terminate_stops():
         if processes > 1:
             with heavy_imports():
                 from slurm.local.launcher import launch_training
@@ -191,6 +192,11 @@ def _early_end_noted(config: Config) -> Iterator[None]:
         raise
 
 
+def _train_stage(config: Config) -> str:
+    """Name in the ledger: a start that only computes a reference trains nothing."""
+    return "reference" if config.launch.reference_only else "train"
+
+
 def _train_as(ranks: Processes, config: Config, console: Console | None, *, own: bool) -> int:
     """The part of one rank; `own` if our launcher has started it, which keeps the ledger."""
     if config.launch.processes is not None:
@@ -198,7 +204,7 @@ def _train_as(ranks: Processes, config: Config, console: Console | None, *, own:
     with heavy_imports():
         from pipeline.train.loop.trainer import train as stage
 
-    ledger = nullcontext() if own or ranks.rank else _stage(config, "train")
+    ledger = nullcontext() if own or ranks.rank else _stage(config, _train_stage(config))
     # Our launcher itself knows of a signal that comes before the training listens.
     with ledger, nullcontext() if own else _terminate_stops():
         _check_machine(config, console, room=False)  # of a job, looked at before it was sent

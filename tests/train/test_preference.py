@@ -24,6 +24,7 @@ from pipeline.train.loop.step import Stepper
 from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS
 from pipeline.train.run.folder import read_metrics
 from pipeline.train.start import reference
+from tests import tiny
 from tests.data import pairs
 from tests.tiers import first
 from tests.train.distributed.ranks import Ranks
@@ -235,6 +236,19 @@ def test_text_has_no_pairs(folder: Path) -> None:
     assert code == 2 and "has no pairs of conversations" in out
     code, out = start(folder, "refused", "launch.reference_only=true", file="base.yaml")
     assert code == 2 and "set train.preference" in out
+
+
+@pytest.mark.guard
+def test_the_command_computes_a_reference_alone(folder: Path) -> None:
+    """On several processes; the run is not trained, and jobs do it themselves."""
+    place = folder / "by-command"
+    keys = (folder / FILE, f"run.dir={folder / 'alone'}", f"train.preference.reference_dir={place}")
+    done = tiny.pipeline("train", *keys, "parallel.dp_shard=2", "--reference")
+    assert done.returncode == 0, done.stderr
+    (made,) = place.iterdir()
+    assert (made / "reference.json").exists() and not (folder / "alone" / "checkpoints").exists()
+    refused = tiny.pipeline("train", *keys, "--reference", "--slurm")
+    assert refused.returncode == 2 and "leave out --reference" in refused.stderr
 
 
 ROWS = {row.name: row for row in (*TESTED, *WITHIN_LAYERS, *OVERLAPPED)}

@@ -109,7 +109,7 @@ def _measure(
         model.whole.to_empty(device=_CPU)
         optimizers = Optimizers(config, model)
         stepper = Stepper(config, Setup(_CPU, mesh, small), model, optimizers, sources=["data"])
-        batches = partial(_batches, shape, len(spec.mtp))
+        batches = partial(_batches, shape, len(spec.mtp), pairs=config.train.preference is not None)
         first, second = (pp, pp) if pp > 1 else (1, min(2, shape.micro_batches))
         return _Recording(model, optimizers, stepper, ledger, mesh.layout).run(batches, first, second)
 
@@ -122,7 +122,7 @@ def _plain(train: TrainConfig) -> TrainConfig:
     return train.model_copy(update={"compile": False, "precision": precision, "metrics": metrics})
 
 
-def _batches(shape: Shape, depth: int, count: int) -> list[Batch]:
+def _batches(shape: Shape, depth: int, count: int, *, pairs: bool) -> list[Batch]:
     size, ahead = (shape.samples, shape.length), (shape.samples, depth, shape.length)
     predicted = shape.predicted
     return [
@@ -138,6 +138,8 @@ def _batches(shape: Shape, depth: int, count: int) -> list[Batch]:
             ahead_weight=torch.empty(ahead) if depth else None,
             predicted=None if predicted is None else torch.empty(shape.samples, predicted, dtype=torch.int64),
             encoder=shape.encoder,
+            conversation=torch.empty(size, dtype=torch.int64) if pairs else None,
+            reference=torch.empty(shape.samples, 2, dtype=torch.float64) if pairs else None,
         )
         for _ in range(count)
     ]

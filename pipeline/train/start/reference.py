@@ -26,7 +26,7 @@ from pipeline.data.loading.pair_rows import Scores
 from pipeline.train.checkpoint.fingerprint import model_fingerprint, numerics_version
 from pipeline.train.start.weights_place import weights_identity
 
-BLOCK_DOCUMENTS = 4096
+BLOCK_DOCUMENTS = 1024
 """Documents of a block: what a stop loses at most."""
 _FILE = "reference.json"
 _TYPE = np.dtype("<f8")
