@@ -47,7 +47,8 @@ class Terminal(Logger):
             f"{row['tokens_per_second']:,.0f} tok/s"
         )
         if "preference_loss" in row:
-            numbers = f"preference loss {row['preference_loss']:.4f}, {percent(row['preference_accuracy'], 0)} right  {numbers}"
+            right = percent(row["preference_accuracy"], 0)
+            numbers = f"preference loss {row['preference_loss']:.4f}, {right} right  {numbers}"
         if "mfu" in row:
             numbers += f"  mfu {percent(row['mfu'], 1)}"
         if "experts" in row:
