@@ -161,6 +161,7 @@ def heldout_loss(
     *,
     batch_size: int,
     advance: Callable[[int], None] = lambda windows: None,
+    before: Callable[[Batch], None] = lambda batch: None,
 ) -> HeldOutLoss:
     """Cross entropy of what counts in `windows` of a split, dealt to all data-parallel ranks; sums are taken in fp64.
 
@@ -169,6 +170,7 @@ def heldout_loss(
     Args:
         batch_size: windows of one forward pass on one rank.
         advance: called with the number of windows done after each pass.
+        before: called with what this rank has of each batch before its pass; without a pipeline, just before it.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
     chunk_tokens = config.train.loss.tokens_at_once(model.vocab_columns)
@@ -188,6 +190,8 @@ def heldout_loss(
     for batches, count in _passes(split, split.longest_first(windows), batch_size, setup.mesh, model):
         on_device = [batch.to(setup.device) for batch in batches]
         shards = [sequence_shard(batch, model.cut) for batch in on_device]
+        for shard in shards:
+            before(shard)
         runner.evaluate(shards, [context(*pair) for pair in zip(on_device, shards, strict=True)], measure)
         advance(count)
     model.train(was_training)
