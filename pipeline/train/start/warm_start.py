@@ -16,7 +16,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
-from pipeline.train.checkpoint.exported_loading import local_shards, named_weights
+from pipeline.train.checkpoint.exported_loading import VerifiedWeights, local_shards, named_weights
 from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint, pruned_differences
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
@@ -256,18 +256,13 @@ def _source(config: Config, spec: DecoderSpec, *, verify: bool = False) -> Prune
     if wanted.hf is not None:
         return of_folder(HuggingFaceFolder(wanted.hf, vocab_multiple=spec.vocab_padded))
     place = WeightsPlace(wanted, _KEY)
-    if verify:
-        found = place.verified()
-        if isinstance(found, Checkpoint):
-            return of_checkpoint(found, wanted, _KEY)
-        return of_export(found.source, wanted, _KEY)
-    checkpoint = place.checkpoint()
-    if checkpoint is not None:
-        place.shapes_in(checkpoint)
-        return of_checkpoint(checkpoint, wanted, _KEY)
-    source = ExportedWeights.open(place.path, _KEY)
-    source.check_section(wanted.weights, f"{_KEY}.weights")
-    return of_export(source, wanted, _KEY)
+    found = place.verified() if verify else place.checkpoint() or ExportedWeights.open(place.path, _KEY)
+    if isinstance(found, Checkpoint):
+        place.shapes_in(found)
+        return of_checkpoint(found, wanted, _KEY)
+    export = found.source if isinstance(found, VerifiedWeights) else found
+    export.check_section(wanted.weights, f"{_KEY}.weights")
+    return of_export(export, wanted, _KEY)
 
 
 def _source_tokenizer(source: PrunedSource, config: Config) -> Tokenizer | None:
