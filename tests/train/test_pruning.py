@@ -265,16 +265,16 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "cp2": {"cp": 2},
     "fsdp2-tp2": {"dp_shard": 2, "tp": 2},
 }
-CASES = [("llama", "tp2"), ("mixed", "fsdp2-ep2"), ("llama", "pp2"), ("mixed", "fsdp2"), ("llama", "fsdp2-tp2")]
+CASES = [("mixed", "fsdp2-ep2"), ("llama", "tp2"), ("llama", "pp2"), ("mixed", "fsdp2"), ("llama", "fsdp2-tp2")]
 
 
 @pytest.mark.guard
 @pytest.mark.parallel
-@pytest.mark.parametrize(("family", "name"), first(2, CASES, rest="slow"))
+@pytest.mark.parametrize(("family", "name"), first(1, CASES, rest="slow"))
 def test_every_layout_begins_with_the_weights_of_one_process(
     root: Path, sources: dict[str, Path], processes: Callable[[int], Ranks], family: str, name: str
 ) -> None:
-    """From a checkpoint, from an export, and with layers alone from transformers' files."""
+    """From a checkpoint and from an export."""
     run, parallel = sources[family], f"parallel={orjson.dumps(LAYOUTS[name]).decode()}"
     whole = exported(train(root, f"one-{family}-{name}", *part_of(run, family), *FIRST))
     places = {"run": run, "export": run.with_name(f"{run.name}-exported")}
@@ -306,7 +306,7 @@ def measured(file: Path, overrides: list[str], folder: Path) -> dict[str, Tensor
 @pytest.mark.parallel
 @pytest.mark.parametrize(
     ("family", "name"),
-    first(2, [("llama", "tp2"), ("mixed", "fsdp2-ep2"), ("llama", "cp2"), ("mixed", "tp2"), ("llama", "tp2-no_sp"),
+    first(1, [("llama", "tp2"), ("mixed", "fsdp2-ep2"), ("llama", "cp2"), ("mixed", "tp2"), ("llama", "tp2-no_sp"),
               ("mixed", "tp2-no_sp"), ("mixed", "cp2"), ("llama", "fsdp2-tp2"), ("llama", "ddp2")], rest="slow"),
 )  # fmt: skip
 def test_importance_is_that_of_one_process_on_every_layout(
@@ -328,6 +328,7 @@ def test_importance_is_that_of_one_process_on_every_layout(
         torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.guard
 def test_a_resumed_run_is_the_straight_one_and_keeps_its_origin(root: Path, sources: dict[str, Path]) -> None:
     """With a teacher, and without what the run began with."""
     run = sources["llama"]
@@ -374,6 +375,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "too many channels": (["model.dim=64"], "model.dim is 64, and .* has only 48"),
     "too many heads": (["model.heads=3", "model.kv_heads=1"], "3 query heads share a key head"),
     "heads of another size": (["model.head_dim=16"], "set model.head_dim"),
+    "as many rows of other heads": (["model.head_dim=24", "model.heads=1"], "set model.head_dim"),
     "another vocabulary": (["model.vocab_multiple=512"], "embedding.weight is "),
     "another kind of mlp": (["model.mlp=gelu"], "which this model has no place for"),
     "a tied head": (["model.tie_embeddings=true"], "has head.weight, which this model has no place for"),

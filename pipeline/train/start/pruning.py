@@ -195,29 +195,47 @@ def picks(choice: Choice, ours: DecoderSpec, theirs: DecoderSpec, shapes: Shapes
     layers, found = choice["layers"], dict[str, Pick]()
     wanted = state_shapes(ours)
     for name, shape in (wanted.parameters | wanted.weight_buffers).items():
-        theirs_name, label = _source_name(name, layers), _layer_label(name, layers)
-        if theirs_name not in shapes:
-            raise UserError(f"train.init_from: {label}{where} has no {theirs_name}, which this model has as {name}")
-        axes = tuple(zip(_axes(name, ours, len(shape)), _axes(theirs_name, theirs, len(shape)), strict=True))
-        its = shapes[theirs_name]
-        entries: list[torch.Tensor | None] = []
-        for dim, (mine, other) in enumerate(axes if len(its) == len(shape) else ()):
-            if shape[dim] == its[dim]:
-                entries.append(None)
-            elif mine is None or other is None or mine.block != other.block:
-                break
-            else:
-                kept = torch.tensor(choice["kept"][_kept_name(name, mine)])
-                entries.append((kept[:, None] * mine.block + torch.arange(mine.block)).flatten())
-        if len(entries) != len(shape):
+        source, label = _source_name(name, layers), _layer_label(name, layers)
+        if source not in shapes:
+            raise UserError(f"train.init_from: {label}{where} has no {source}, which this model has as {name}")
+        entries = None
+        if len(shape) == len(shapes[source]):
+            axes = _axes(name, ours, len(shape)), _axes(source, theirs, len(shape))
+            kept = {axis.key: choice["kept"].get(_kept_name(name, axis)) for axis in axes[0] if axis is not None}
+            entries = _entries((shape, shapes[source]), axes, kept)
+        if entries is None:
             raise UserError(
-                f"train.init_from: {label}{theirs_name} is {shape_text(its)} in {where}, and {name} "
+                f"train.init_from: {label}{source} is {shape_text(shapes[source])} in {where}, and {name} "
                 f"{shape_text(shape)} in this model; pruning takes channels, heads, mlp channels and experts alone: "
                 "set model.head_dim, experts.ffn_dim, vocab_multiple and other sizes to the source's"
             )
-        found[name] = Pick(theirs_name, tuple(entries))
+        found[name] = Pick(source, entries)
     _refuse_others(found, choice, shapes, where)
     return found
+
+
+def _entries(
+    shapes: tuple[Sequence[int], Sequence[int]], axes: tuple[Axes, Axes], kept: Mapping[str, list[int] | None]
+) -> tuple[torch.Tensor | None, ...] | None:
+    """The source's index of each of our entries, by dimension; None if a size differs that pruning does not change.
+
+    Args:
+        shapes: ours and the source's.
+        axes: ours and the source's.
+        kept: entries of the source, by key of the axis.
+    """
+    found: list[torch.Tensor | None] = []
+    for size, its_size, mine, other in zip(*shapes, *axes, strict=True):
+        some = None if mine is None else kept[mine.key]
+        # Of another number of heads of another size, rows may be as many.
+        same_entries = mine is None or other is None or mine == other
+        if size == its_size and same_entries:
+            found.append(None)
+        elif mine is None or other is None or some is None or mine.block != other.block:
+            return None
+        else:
+            found.append((torch.tensor(some)[:, None] * mine.block + torch.arange(mine.block)).flatten())
+    return tuple(found)
 
 
 def _refuse_others(found: Mapping[str, Pick], choice: Choice, shapes: Shapes, where: str) -> None:
