@@ -41,7 +41,9 @@ class InitFromConfig(WeightsConfig):
     tokens: Count | None = None
     """Tokens that `train.schedule` has behind it at the first step: it continues there, and a warm-up of fewer tokens
     is not repeated. By default those of the folder with `optimizer: true`, else 0."""
-    layers: list[Annotated[int, Field(ge=0)]] | None = Field(default=None, min_length=1, max_length=MAX_LAYERS)
+    layers: list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]] | None = Field(
+        default=None, min_length=1, max_length=MAX_LAYERS
+    )
     """Depth pruning: numbers of the source's layers, from 0, ascending, that become the layers of `model`. By default
     all of them."""
     dims: DataPath | None = None

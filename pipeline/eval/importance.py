@@ -303,7 +303,8 @@ class _Sums:
     def _of_heads(self, name: str, x_BSC: Tensor) -> None:
         """Norms of the outputs of this rank's heads."""
         own = self._own(name)
-        x_THE = x_BSC[self._mask_BS].unflatten(-1, (len(own), -1))
+        x_TC = x_BSC[self._mask_BS]
+        x_THE = x_TC.view(len(x_TC), len(own), x_TC.shape[1] // len(own))
         own += torch.linalg.vector_norm(x_THE, dim=-1, dtype=torch.float32).sum(0, dtype=torch.float64)
 
     def _of_hidden(self, name: str, x_BSC: Tensor) -> None:

@@ -369,6 +369,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "no importance": (["train.init_from.dims=null"], "is 32, and 48 in .*name the importance"),
     "a missing file": (["train.init_from.dims=/nowhere"], "/nowhere cannot be read"),
     "a cut file": (["train.init_from.dims={root}/cut.safetensors"], "cut.safetensors is damaged"),
+    "a flipped byte": (["train.init_from.dims={root}/flipped.safetensors"], "flipped.safetensors is damaged: its hash"),
     "another file": (["train.init_from.dims={root}/llama-exported/model.safetensors"], "has no importance, but other"),
     "of other weights": (["train.init_from.dims={other}"], "was measured on other weights"),
     "of the average": (["train.init_from.weights=ema"], "weights: ema is not in"),
@@ -391,6 +392,7 @@ def test_what_is_no_part_of_the_source_is_refused_by_name(root: Path, sources: d
     exported(sources["llama"])
     data = importance_of(sources["llama"]).read_bytes()
     (root / "cut.safetensors").write_bytes(data[:-9])
+    (root / "flipped.safetensors").write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     names = {"root": root, "other": importance_of(sources["mixed"])}
     for what, (changes, words) in REFUSED.items():
         keys = [*part_of(sources["llama"], "llama"), *(each.format(**names) for each in changes)]

@@ -7,7 +7,7 @@ from math import prod
 from typing import Literal, NamedTuple
 
 
-class Axis(NamedTuple):
+class WidthAxis(NamedTuple):
     """Entries of one dimension of a parameter, each of which pruning keeps or leaves out whole."""
 
     key: str
@@ -18,7 +18,7 @@ class Axis(NamedTuple):
     """Consecutive elements of one entry."""
 
 
-Axes = tuple[Axis | None, ...]
+Axes = tuple[WidthAxis | None, ...]
 """Entries of each dimension; None: it stays as it is."""
 DIM = "dim"
 """Key of the channels of the residual stream."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 import torch
+import xxhash
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -47,7 +48,8 @@ class Importance:
             path: of the file.
         """
         values = {name: value.double().cpu().contiguous() for name, value in self.values.items()}
-        metadata = {"format": _FORMAT, "about": orjson.dumps(dict(self.about)).decode()}
+        about = orjson.dumps(dict(self.about)).decode()
+        metadata = {"format": _FORMAT, "about": about, "hash": _hash(about, values)}
         path.parent.mkdir(exist_ok=True)
         storage.put(path, save(values, metadata))
 
@@ -76,13 +78,19 @@ class Importance:
             raise UserError(f"{key}: {path} is damaged or no file of importance ({error}); {again}") from None
         if metadata.get("format") != _FORMAT:
             raise UserError(f"{key}: {path} has no importance, but other tensors; {again}")
+        if metadata.get("hash") != _hash(metadata.get("about", ""), values):
+            raise UserError(f"{key}: {path} is damaged: its hash differs; measure again")
         for name, value in values.items():
             if value.ndim != 1 or value.dtype != torch.float64 or not bool((value.isfinite() & (value >= 0)).all()):
                 raise UserError(
-                    f"{key}: {path}: {name} is not a list of numbers from 0 on: the model's activations were not "
-                    "finite, or the file is damaged; measure again with other weights"
+                    f"{key}: {path}: {name} is not a list of numbers from 0 on: the activations of these weights are "
+                    "not finite; take other weights"
                 )
-        return cls(orjson.loads(metadata["about"]), values, path, f"{file_hash(path):016x}")
+        try:
+            about = dict(orjson.loads(metadata["about"]))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{key}: {path} is damaged: it does not say what it was measured on ({error})") from None
+        return cls(about, values, path, f"{file_hash(path):016x}")
 
     def most(self, name: str, size: int, count: int, key: str) -> list[int]:
         """The most important entries of a width, in ascending order; of equal ones the first.
@@ -105,3 +113,12 @@ class Importance:
             has = "nothing" if value is None else f"{len(value):,} entries"
             raise UserError(f"{key}: {self.path} has {has} for {name}, of which the source has {size:,}; measure again")
         return value
+
+
+def _hash(about: str, values: Mapping[str, Tensor]) -> str:
+    """Hash of the content of a file."""
+    digest = xxhash.xxh3_64(about.encode())
+    for name in sorted(values):
+        digest.update(name.encode())
+        digest.update(values[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -20,7 +20,7 @@ from pipeline.train.checkpoint.exported_loading import Shapes
 from pipeline.train.checkpoint.state_shapes import state_shapes
 from pipeline.train.model.decoder_spec import DecoderSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
-from pipeline.train.model.parameter_spec import DIM, Axes, Axis
+from pipeline.train.model.parameter_spec import DIM, Axes, WidthAxis
 from pipeline.train.model.part_spec import LayerPartSpec
 from pipeline.train.start.importance_file import Importance
 
@@ -98,9 +98,11 @@ def _chosen_layers(wanted: InitFromConfig, ours: DecoderSpec, theirs: DecoderSpe
     return found
 
 
-def _widths(ours: DecoderSpec, theirs: DecoderSpec, layers: Sequence[int]) -> Iterator[tuple[str, tuple[Axis, Axis]]]:
+def _widths(
+    ours: DecoderSpec, theirs: DecoderSpec, layers: Sequence[int]
+) -> Iterator[tuple[str, tuple[WidthAxis, WidthAxis]]]:
     """Widths that both models have, ours and theirs, by a name that tells layers apart."""
-    yield DIM, (Axis(DIM, ours.dim), Axis(DIM, theirs.dim))
+    yield DIM, (WidthAxis(DIM, ours.dim), WidthAxis(DIM, theirs.dim))
     for index, layer in enumerate(layers):
         for place, part in ours.layers[index].parts.items():
             other = theirs.layers[layer].parts.get(place)
@@ -109,11 +111,11 @@ def _widths(ours: DecoderSpec, theirs: DecoderSpec, layers: Sequence[int]) -> It
                 yield f"{index}.{key}", (mine[key], found[key])
 
 
-def _axes_by_key(part: LayerPartSpec) -> dict[str, Axis]:
+def _axes_by_key(part: LayerPartSpec) -> dict[str, WidthAxis]:
     return {axis.key: axis for axes in part.axes.values() for axis in axes if axis is not None}
 
 
-def _check_width(our: Axis, their: Axis, where: str) -> None:
+def _check_width(our: WidthAxis, their: WidthAxis, where: str) -> None:
     if our.size > their.size:
         raise UserError(
             f"{_DIMS}: model.{our.key} is {our.size:,}, and {where} has only {their.size:,}; pruning keeps some of "
@@ -145,7 +147,7 @@ def _kept_in_layer(
 
 
 def _kept_heads(
-    importance: Importance, layer: int, ours: Mapping[str, Axis], theirs: Mapping[str, Axis]
+    importance: Importance, layer: int, ours: Mapping[str, WidthAxis], theirs: Mapping[str, WidthAxis]
 ) -> dict[str, list[int]]:
     """Key heads, and in each of their groups query heads: groups stay together, and all have the same size."""
     heads, groups = theirs["heads"].size, theirs["kv_heads"].size
@@ -262,14 +264,14 @@ def _layer_label(name: str, layers: Sequence[int]) -> str:
     return "" if index is None or layers[index] == index else f"layer {index} of this model is {layers[index]} there: "
 
 
-def _kept_name(name: str, axis: Axis) -> str:
+def _kept_name(name: str, axis: WidthAxis) -> str:
     match = _LAYER.fullmatch(name)
     return axis.key if axis.key == DIM or match is None else f"{match[1]}.{axis.key}"
 
 
 def _axes(name: str, spec: DecoderSpec, dims: int) -> Axes:
     """Entries of the dimensions of a tensor of a model, given their number."""
-    stream = Axis(DIM, spec.dim)
+    stream = WidthAxis(DIM, spec.dim)
     match = _LAYER.fullmatch(name)
     if match is not None:
         layer, (place, _, own) = spec.layers[int(match[1])], match[2].partition(".")

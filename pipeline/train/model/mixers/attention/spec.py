@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pipeline.config.layers.layer import LayerConfig
 from pipeline.config.model import ModelConfig, head_size, turned_dims
-from pipeline.train.model.parameter_spec import DIM, Axes, Axis, HeadNorm, Matrix, NormSpec, Vector
+from pipeline.train.model.parameter_spec import DIM, Axes, HeadNorm, Matrix, NormSpec, Vector, WidthAxis
 from pipeline.train.model.part_spec import (
     CpTransfer,
     Division,
@@ -108,9 +108,9 @@ class AttentionSpec(MixerSpec):
     @property
     def axes(self) -> dict[str, Axes]:
         """See `LayerPartSpec`."""
-        stream, heads = Axis(DIM, self.dim), Axis("heads", self.heads, self.head_dim)
-        keys = Axis("kv_heads", self.kv_heads, self.head_dim)
-        found: dict[str, Axes] = {"sinks": (Axis("heads", self.heads),)}
+        stream, heads = WidthAxis(DIM, self.dim), WidthAxis("heads", self.heads, self.head_dim)
+        keys = WidthAxis("kv_heads", self.kv_heads, self.head_dim)
+        found: dict[str, Axes] = {"sinks": (WidthAxis("heads", self.heads),)}
         for name, outputs, inputs in (
             *(("wq", heads, stream), ("wk", keys, stream), ("wv", keys, stream)),
             *(("wg", heads, stream), ("wo", stream, heads)),
