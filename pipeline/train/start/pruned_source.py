@@ -28,7 +28,7 @@ from pipeline.train.start.importance_file import Importance
 from pipeline.train.start.pruning import Pick
 
 Box = tuple[slice, ...]
-_AT_ONCE = 2**24
+AT_ONCE = 2**24
 """Elements that are read at a time beside the shard that they are for; one row at least."""
 
 
@@ -108,7 +108,7 @@ def _pieces(pick: Pick, own: Sequence[slice], shape: Sequence[int]) -> Iterator[
         width *= span.stop - span.start
     count = own[0].stop - own[0].start
     spread = 1 if isinstance(entries[0], slice) else -(-shape[0] // len(pick.entries[0]))  # type: ignore[arg-type]
-    step = max(1, _AT_ONCE // (width * spread))
+    step = max(1, AT_ONCE // (width * spread))
     first = entries[0]
     for start in range(0, count, step):
         place = slice(start, min(start + step, count))

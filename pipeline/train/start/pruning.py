@@ -208,8 +208,9 @@ def picks(choice: Choice, ours: DecoderSpec, theirs: DecoderSpec, shapes: Shapes
         if entries is None:
             raise UserError(
                 f"train.init_from: {label}{source} is {shape_text(shapes[source])} in {where}, and {name} "
-                f"{shape_text(shape)} in this model; pruning takes channels, heads, mlp channels and experts alone: "
-                "set model.head_dim, experts.ffn_dim, vocab_multiple and other sizes to the source's"
+                f"{shape_text(shape)} in this model; pruning changes no width of latent attention, recurrent layers, "
+                "plug-ins and model.mtp, and elsewhere neither head_dim, experts.ffn_dim, vocab_multiple nor "
+                "max_positions: set these to the source's"
             )
         found[name] = Pick(source, entries)
     _refuse_others(found, choice, shapes, where)
