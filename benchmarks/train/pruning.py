@@ -13,7 +13,8 @@ All have the same learning rate, schedule and order of the data; a seed decides 
 Prints a JSON line for each model: tokens, parameters, the loss before the first step, and the held-out loss at the end,
 nats per token; then the mean and the range of each kind, and how many tokens of the text the teacher was trained on.
 
-Run it as `python benchmarks/train/pruning.py --text "FOLDER/*.py" --scratch DIR`, with `taskset -c 1` for one core.
+Run it as `python benchmarks/train/pruning.py --text "FOLDER/*.py" --scratch DIR`, with `taskset -c 1` for one core. A
+second call with the same DIR finds the teacher trained; `--student-lr` and `--kinds` train other students with it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ from pipeline.train.start.importance_file import INFLUENCE, Importance
 
 TEACHER = {"layers": 6, "dim": 128, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn_dim": 384}
 STUDENT = {"layers": 3, "dim": 96, "heads": 2, "kv_heads": 1, "head_dim": 32, "ffn_dim": 256}
+
+KINDS = ("scratch", "scratch, taught", "pruned", "pruned, taught")
 
 
 def run_file(arguments: argparse.Namespace) -> Path:
@@ -100,6 +103,10 @@ def main() -> None:
     parser.add_argument("--student-steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument(
+        "--student-lr", type=float, help="learning rate of the students, by default that of the teacher"
+    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="students to train")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     file = run_file(arguments)
@@ -109,19 +116,20 @@ def main() -> None:
     layers = chosen_layers(path, STUDENT["layers"])
     print(json.dumps({"layers": layers}), flush=True)
     size = [f"model.{key}={value}" for key, value in STUDENT.items()]
-    size.append(f"train.duration={arguments.student_steps} steps")
+    lr = arguments.student_lr or arguments.lr
+    size += [f"train.duration={arguments.student_steps} steps", f"train.optimizer.lr={lr}"]
     pruned = [
         f"train.init_from.path={file.parent / 'teacher'}",
         f"train.init_from.layers={layers}",
         f"train.init_from.dims={path}",
     ]
     taught = [f"train.distill.teacher.path={file.parent / 'teacher'}", "train.distill.dtype=fp32"]
-    kinds = {"scratch": [], "scratch, taught": taught, "pruned": pruned, "pruned, taught": [*pruned, *taught]}
-    losses: dict[str, list[float]] = {kind: [] for kind in kinds}
+    keys = dict(zip(KINDS, ([], taught, pruned, [*pruned, *taught]), strict=True))
+    losses: dict[str, list[float]] = {kind: [] for kind in arguments.kinds}
     for seed in range(arguments.seeds):
-        for kind, keys in kinds.items():
-            name = f"{kind.replace(', ', '-')}-{seed}"
-            losses[kind].append(trained(file, name, *size, *keys, f"run.seed={seed}")["heldout_loss"])
+        for kind, found in losses.items():
+            name = f"{kind.replace(', ', '-')}-{lr:g}-{seed}"
+            found.append(trained(file, name, *size, *keys[kind], f"run.seed={seed}")["heldout_loss"])
     for kind, found in losses.items():
         print(json.dumps({"kind": kind, "mean": sum(found) / len(found), "from": min(found), "to": max(found)}))
     print(json.dumps({"teacher_tokens": teacher["tokens"], "teacher_loss": teacher["heldout_loss"]}))
