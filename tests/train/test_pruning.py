@@ -412,3 +412,16 @@ def test_a_key_that_computes_something_else_is_a_warning(root: Path, sources: di
     code, out = start(root, "turned", *keys)
     assert code == 0 and out.count("warning: model.rope_theta (layer 0): ") == 1, out
     assert "model.dim" not in out and "model.heads" not in out
+
+
+@pytest.mark.slow
+def test_multi_token_prediction_is_left_out_or_taken_whole(root: Path) -> None:
+    run = train(root, "ahead", FP32, model({**LARGE, "mtp": {"depth": 1}}), "train.duration=1 steps", *FIRST[2:])
+    keys = [*FIRST, f"train.init_from.path={run}", "train.init_from.layers=[1,2]"]
+    old = exported(run)
+    without = exported(train(root, "behind", *keys, model({**LARGE, "layers": 2})))
+    assert not any(name.startswith("mtp.") for name in without)
+    taken = exported(train(root, "still-ahead", *keys, model({**LARGE, "layers": 2, "mtp": {"depth": 1}})))
+    for name in (each for each in old if each.startswith("mtp.")):
+        assert torch.equal(taken[name], old[name])
+    assert torch.equal(taken["layers.1.mlp.w1.weight"], old["layers.2.mlp.w1.weight"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ class PrunedSource:
             picks: of its tensors.
         """
         for name, rows, others, local in local_shards(named_weights(model)):
-            for place, entries in _pieces(picks[name], (rows, *others), self.shapes[picks[name].name]):
+            for place, entries in _pieces(picks[name], (rows, *others)):
                 box = tuple(each if isinstance(each, slice) else _span(each) for each in entries)
                 value = self.read(picks[name].name, box)
                 for dim, each in enumerate(entries):
@@ -91,29 +92,25 @@ def _named(hashes: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in hashes.items())
 
 
-def _pieces(pick: Pick, own: Sequence[slice], shape: Sequence[int]) -> Iterator[tuple[slice, list[slice | Tensor]]]:
+def _pieces(pick: Pick, own: Sequence[slice]) -> Iterator[tuple[slice, list[slice | Tensor]]]:
     """Rows of a shard, and which entries of the source's dimensions they are: a range, or some in a range.
 
     Args:
         pick: of the tensor.
         own: ranges of our dimensions that the shard has.
-        shape: of the source's tensor.
     """
     entries: list[slice | Tensor] = [
         mine if every is None else every[mine] for mine, every in zip(own, pick.entries, strict=True)
     ]
-    width = 1
-    for each in entries[1:]:
-        span = each if isinstance(each, slice) else _span(each)
-        width *= span.stop - span.start
-    count = own[0].stop - own[0].start
-    spread = 1 if isinstance(entries[0], slice) else -(-shape[0] // len(pick.entries[0]))  # type: ignore[arg-type]
-    step = max(1, AT_ONCE // (width * spread))
+    spans = [each if isinstance(each, slice) else _span(each) for each in entries]
+    most = max(1, AT_ONCE // prod(each.stop - each.start for each in spans[1:]))
     first = entries[0]
-    for start in range(0, count, step):
-        place = slice(start, min(start + step, count))
-        rows = slice(first.start + place.start, first.start + place.stop) if isinstance(first, slice) else first[place]
-        yield place, [rows, *entries[1:]]
+    rows = torch.arange(first.start, first.stop) if isinstance(first, slice) else first
+    start = 0
+    while start < len(rows):
+        stop = int(torch.searchsorted(rows, rows[start] + most))
+        yield slice(start, stop), [rows[start:stop], *entries[1:]]
+        start = stop
 
 
 def _span(entries: Tensor) -> slice:
