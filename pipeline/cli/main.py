@@ -224,6 +224,12 @@ def evaluate(
             "--prefetch", help="Download the data of eval.harness.tasks for nodes without a network, and exit."
         ),
     ] = False,
+    importance: Annotated[
+        bool,
+        typer.Option(
+            "--importance", help="Instead: measure the importance of channels, heads, experts and layers, for pruning."
+        ),
+    ] = False,
     slurm: Slurm = False,
     local: Local = False,
     in_allocation: InAllocation = False,
@@ -256,6 +262,11 @@ def evaluate(
 
             for line in evaluation_lines(config.run.dir):
                 say(Console(), line)
+        return
+    if importance:
+        from pipeline.cli.submitted import importance_alone
+
+        importance_alone(config, which, slurm=slurm or local or in_allocation, dry_run=dry_run)
         return
     if weights is not None and (slurm or local or dry_run):
         raise UserError(

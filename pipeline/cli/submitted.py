@@ -10,6 +10,7 @@ from pipeline.common.run_files import RunFiles
 
 if TYPE_CHECKING:
     from pipeline.config import Config
+    from pipeline.train.checkpoint.exported import WeightsOf
     from slurm.jobs import StageName
 
 
@@ -53,3 +54,24 @@ def submitted(
 
     submit(config, stages, "slurm" if slurm else "local", Console(), dry_run=dry_run, step=step, take_over=take_over)
     return True
+
+
+def importance_alone(config: Config, which: WeightsOf, *, slurm: bool, dry_run: bool) -> None:
+    """`pipeline eval --importance`, on this machine or in a job of one's own.
+
+    Raises:
+        UserError: a job was to be sent for it, or as `pipeline.eval.importance`.
+    """
+    if slurm:
+        raise UserError(
+            "--importance is measured where the command runs; leave out --slurm, --local and --in-allocation, or put "
+            "the command into a job of your own"
+        )
+    if dry_run:
+        from pipeline.eval.importance import preview_importance
+
+        preview_importance(config, which, Console())
+        return
+    from slurm.local.stages import evaluate
+
+    evaluate(config, which, importance=True)

@@ -116,6 +116,8 @@ class EvalConfig(Section):
     pseudo_tokens: int = Field(default=256, ge=0, le=MAX_SEQUENCE)
     """Encoders: number of tokens of each source for the pseudo-perplexity; each is masked alone and takes a window in
     the forward pass. 0: no pseudo-perplexity."""
+    importance_samples: int = Field(default=1024, ge=1, le=MAX_SAMPLES)
+    """Windows that `pipeline eval --importance` reads, the same ones each time, with each source in proportion."""
     max_length: int | None = Field(default=None, ge=1, le=MAX_SEQUENCE)
     """Longest input of a task, in tokens; by default train.sequence_length."""
     processes: int = Field(default=1, ge=1, le=MAX_PROCESSES)

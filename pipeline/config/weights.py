@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from pipeline.config.base import Count, DataPath, Section
+from pipeline.config.layers.mixers import MAX_LAYERS
 
 
 class WeightsConfig(Section):
@@ -40,6 +41,32 @@ class InitFromConfig(WeightsConfig):
     tokens: Count | None = None
     """Tokens that `train.schedule` has behind it at the first step: it continues there, and a warm-up of fewer tokens
     is not repeated. By default those of the folder with `optimizer: true`, else 0."""
+    layers: list[Annotated[int, Field(ge=0, lt=MAX_LAYERS)]] | None = Field(
+        default=None, min_length=1, max_length=MAX_LAYERS
+    )
+    """Depth pruning: numbers of the source's layers, from 0, ascending, that become the layers of `model`. By default
+    all of them."""
+    dims: DataPath | None = None
+    """Width pruning: a file of `pipeline eval --importance` on these weights. Where `model` has fewer channels (`dim`),
+    heads, mlp channels or experts than the source, the most important ones are kept."""
+
+    @property
+    def prunes(self) -> bool:
+        """True if the run's model is a part of the source."""
+        return self.layers is not None or self.dims is not None
+
+    @model_validator(mode="after")
+    def _is_pruning(self) -> InitFromConfig:
+        if self.layers is not None and sorted(set(self.layers)) != self.layers:
+            raise ValueError(f"layers {self.layers}: each layer may be named once, in ascending order")
+        if self.prunes and self.optimizer:
+            raise ValueError("optimizer: true needs the whole model: leave out layers and dims, or optimizer")
+        if self.dims is not None and self.hf is not None:
+            raise ValueError(
+                "dims needs path: importance is measured on the folder that `pipeline convert from-hf` writes; convert "
+                "the model, run `pipeline eval --weights FOLDER --importance`, and name FOLDER as path"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_moments(self) -> InitFromConfig:

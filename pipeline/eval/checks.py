@@ -93,3 +93,6 @@ EVAL_CHECKS: tuple[StartCheck[EvalScope], ...] = (
     StartCheck("held-out datasets", _heldout, _data_comes),
     StartCheck("checkpoint to evaluate", _checkpoint, _no_checkpoint_yet),
 )
+
+IMPORTANCE_CHECKS = tuple(check for check in EVAL_CHECKS if check.look in (_layout, _splits, _heldout, _checkpoint))
+"""The checks of `pipeline eval --importance`."""

@@ -220,8 +220,8 @@ def _known(run: Path, steps: set[int]) -> tuple[dict[int, int], dict[int, str]]:
     return tokens, fingerprints
 
 
-def benchmark_path(config: Config, of: int | ExportedWeights, kind: Literal["tasks", "harness"]) -> Path:
-    """Path of the results of benchmarks, beside the report on the same weights."""
+def benchmark_path(config: Config, of: int | ExportedWeights, kind: Literal["tasks", "harness", "importance"]) -> Path:
+    """Path of the results of benchmarks, or of importance, beside the report on the same weights."""
     path = report_path(config, of)
     return path.with_name(f"{kind}-{path.name}")
 

@@ -97,13 +97,16 @@ def launch_training(config: Config, processes: int, console: Console | None = No
     return int(storage.read_object(RunFiles(config.run.dir).exit)["step"])
 
 
-def launch_evaluation(config: Config, of: int | Path, console: Console | None = None) -> None:
+def launch_evaluation(
+    config: Config, of: int | Path, console: Console | None = None, *, importance: bool = False
+) -> None:
     """Evaluate on `eval.processes` processes of this machine, `pipeline eval` in each.
 
     Args:
         config: The run. In a folder that cannot be written to, the logs of the ranks are kept elsewhere.
         of: Step of the checkpoint, or folder of the weights.
         console: Where to say what is started.
+        importance: Measure importance (`--importance`) instead of losses.
 
     Raises:
         UserError: the layout or the machine does not fit this number of processes. Nothing was started.
@@ -119,8 +122,9 @@ def launch_evaluation(config: Config, of: int | Path, console: Console | None = 
     except OSError:
         logs = Path(tempfile.mkdtemp(prefix="pipeline-eval-"))
     option = WEIGHTS_OPTION if isinstance(of, Path) else "--step"
+    more = ["--importance"] if importance else []
     with vouch_for(config, *TASK_KEYS):
-        _launch_stage("eval", config, processes, logs, console or Console(), option, str(of))
+        _launch_stage("eval", config, processes, logs, console or Console(), option, str(of), *more)
 
 
 def _launch_stage(

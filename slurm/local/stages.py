@@ -238,13 +238,21 @@ def check_layout(config: Config) -> None:
         warn(console, line)
 
 
-def evaluate(config: Config, which: WeightsOf = None, console: Console | None = None) -> EvalReport | None:
+def evaluate(
+    config: Config, which: WeightsOf = None, console: Console | None = None, *, importance: bool = False
+) -> EvalReport | None:
     """A model to numbers; see `pipeline.eval.perplexity`. In a folder that cannot be written to, nothing is kept.
 
     On `eval.processes` processes, unless this process is one of several already, because a launcher has started it.
 
+    Args:
+        config: the run.
+        which: checkpoint or folder, by default the latest checkpoint.
+        console: where to print.
+        importance: measure the importance of the model's parts instead; see `pipeline.eval.importance`.
+
     Returns:
-        The figures; None where they were computed by other processes and could not be kept.
+        The figures; None where they were computed by other processes and could not be kept, and of importance.
     """
     from pipeline.train.distributed import rank
 
@@ -269,14 +277,21 @@ def evaluate(config: Config, which: WeightsOf = None, console: Console | None = 
             ledger = nullcontext() if own and rank.is_rank() else stage_of_ledger
     with ledger:
         if not rank.is_rank() and config.eval.processes > 1:
-            return _evaluate_elsewhere(config, which, console)
+            return _evaluate_elsewhere(config, which, console, importance=importance)
         with heavy_imports():
+            from pipeline.eval.importance import measure_importance
             from pipeline.eval.perplexity import evaluate as stage
+
+        if importance:
+            measure_importance(config, which, console, keep=keep, ranks=ranks)
+            return None
 
         return stage(config, which, console, keep=keep, ranks=ranks)
 
 
-def _evaluate_elsewhere(config: Config, which: WeightsOf, console: Console | None) -> EvalReport | None:
+def _evaluate_elsewhere(
+    config: Config, which: WeightsOf, console: Console | None, *, importance: bool
+) -> EvalReport | None:
     """On processes that are started for it."""
     from pipeline.eval.heldout_data import check_heldout
     from pipeline.eval.perplexity import read_report
@@ -287,9 +302,13 @@ def _evaluate_elsewhere(config: Config, which: WeightsOf, console: Console | Non
 
     # What would be refused is refused before they are started; and all of them have the same checkpoint.
     check_heldout(config)
+    if importance:
+        from pipeline.eval.importance import refuse_layout
+
+        refuse_layout(config, config.eval.processes)
     of = which if isinstance(which, Path) else Checkpoints.of_run(config.run.dir).find(which).step
-    launch_evaluation(config, of, console)
-    return read_report(config, of)
+    launch_evaluation(config, of, console, importance=importance)
+    return None if importance else read_report(config, of)
 
 
 def _refuse_other_number(key: str, wanted: int, ranks: Processes) -> None:

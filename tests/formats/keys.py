@@ -212,6 +212,7 @@ WRITE_NOTHING = (
     "pipeline.train.distributed.process_group",
     "pipeline.train.monitor.loggers.open",  # the run file, for trackers
     "pipeline.train.start.open_run",
+    "pipeline.train.start.pruned_source",
     "pipeline.train.parallel.tested",
     "pipeline.train.planning.memory",
     "pipeline.train.start.resume",

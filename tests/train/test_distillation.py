@@ -47,8 +47,9 @@ LLAMA = ("model.ffn_dim=64", "model.kv_heads=1", f"model.vocab_size={VOCAB}", "m
 def llama(root: Path, name: str, **keys: Any) -> Path:
     """A random Llama that takes the ids of the corpus."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes["num_key_value_heads"] = 1
     config = LlamaConfig(
-        vocab_size=VOCAB, num_key_value_heads=1, max_position_embeddings=64, rms_norm_eps=1e-5, eos_token_id=0,
+        vocab_size=VOCAB, max_position_embeddings=64, rms_norm_eps=1e-5, eos_token_id=0,
         bos_token_id=0, **{**sizes, **keys},
     )  # fmt: skip
     model = LlamaForCausalLM(config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pipeline.common.errors import UserError
@@ -27,6 +27,8 @@ _KDA_RATES = "0.3.0"
 
 _OF_SHAPES = ("model.layers", "model.dim", "model.mtp", "model.mtp.depth")
 """Keys with another value of which no weights fit: `resume.allow` would only be refused later. Of others it depends."""
+_SIZES = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn_dim", "mtp")
+"""Keys that may differ where a model is a part of another one; what they have to fit is checked by shapes."""
 LATER_KEYS = (
     *("vocab_size", "pattern", "kinds", "mixer", "mla", "mamba2", "delta", "experts"),
     *("rope_share", "attention_scale"),
@@ -171,6 +173,37 @@ def computing_differences(old: dict[str, Any], new: dict[str, Any], spec: Decode
             for each in found
         ]
     return differences("model", *found)
+
+
+def pruned_differences(
+    old: dict[str, Any], new: dict[str, Any], specs: tuple[DecoderSpec, DecoderSpec], layers: Sequence[int]
+) -> list[tuple[str, Any, Any]]:
+    """Differences of two `model:` besides sizes, of which the second has a part of the first; see `differences`.
+
+    Args:
+        old: of the source.
+        new: of the part.
+        specs: of both.
+        layers: the source's layer for each of the part.
+    """
+    theirs, ours = (computing_keys(values, spec) for values, spec in zip((old, new), specs, strict=True))
+    of_layers = zip((_by_layer(theirs)[layer] for layer in layers), _by_layer(ours), strict=True)
+    found = [
+        (f"{name} (layer {index})", before, now)
+        for index, pair in enumerate(of_layers)
+        for name, before, now in differences("model", *map(_without_sizes, pair))
+    ]
+    apart = ("pattern", "kinds", *LayerConfig.model_fields)
+    whole = [{key: value for key, value in each.items() if key not in apart} for each in (theirs, ours)]
+    return differences("model", *map(_without_sizes, whole)) + found
+
+
+def _without_sizes(keys: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a model or a layer without those that pruning changes."""
+    kept = {key: value for key, value in keys.items() if key not in _SIZES}
+    if isinstance(experts := kept.get("experts"), dict):
+        kept["experts"] = {key: value for key, value in experts.items() if key not in ("count", "shared_ffn_dim")}
+    return kept
 
 
 def _by_layer(keys: dict[str, Any]) -> list[dict[str, Any]]:

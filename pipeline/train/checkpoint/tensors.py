@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -83,7 +83,7 @@ def read(
         tensors: by name.
         rows: of each of them; by default all.
     """
-    keys = {name: f"{'model' if is_buffer(name) else section}.{name}" for name in tensors}
+    keys = {name: _key(section, name) for name in tensors}
     wanted: dict[str, Any] = {}
     for name, each in tensors.items():
         count = each.shape[:1] if rows is None else (rows.stop - rows.start,)
@@ -91,6 +91,30 @@ def read(
     planner = None if rows is None else PartPlanner((rows.start,))
     load_parts(wanted, _reader(checkpoint), planner, f"{checkpoint.path}")
     return {name: wanted[key] for name, key in keys.items()}
+
+
+def read_box(checkpoint: Checkpoint, section: str, name: str, dtype: torch.dtype, box: Sequence[slice]) -> Tensor:
+    """A range of each dimension of a tensor of a section, on the CPU.
+
+    Args:
+        checkpoint: that was verified.
+        section: one of `stored`.
+        name: of the tensor.
+        dtype: of its elements.
+        box: the ranges.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    key = _key(section, name)
+    wanted: dict[str, Any] = {key: torch.empty([each.stop - each.start for each in box], dtype=dtype)}
+    load_parts(wanted, _reader(checkpoint), PartPlanner([each.start for each in box]), f"{checkpoint.path}")
+    value: Tensor = wanted[key]
+    return value
+
+
+def _key(section: str, name: str) -> str:
+    return f"{'model' if is_buffer(name) else section}.{name}"
 
 
 def load_parts(state: dict[str, Any], reader: CheckpointReader, planner: PartPlanner | None, where: str) -> None:

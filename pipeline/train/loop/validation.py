@@ -160,6 +160,7 @@ def heldout_loss(
     *,
     batch_size: int,
     advance: Callable[[int], None] = lambda windows: None,
+    before: Callable[[Batch], None] = lambda batch: None,
 ) -> HeldOutLoss:
     """Cross entropy of what counts in `windows` of a split, dealt to all data-parallel ranks; sums are taken in fp64.
 
@@ -168,6 +169,7 @@ def heldout_loss(
     Args:
         batch_size: windows of one forward pass on one rank.
         advance: called with the number of windows done after each pass.
+        before: called with what this rank has of each batch before its pass; without a pipeline, just before it.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=setup.device)
 
@@ -175,7 +177,9 @@ def heldout_loss(
         sums[0] += (losses.loss_BS * batch.weight).sum(dtype=torch.float64)
         sums[1] += batch.weight.sum(dtype=torch.float64)
 
-    measure_rows(config, setup, model, runner, split, windows, measure, batch_size=batch_size, advance=advance)
+    measure_rows(
+        *(config, setup, model, runner, split, windows, measure), batch_size=batch_size, advance=advance, before=before
+    )
     dist.all_reduce(sums)
     return HeldOutLoss(sums[0].item(), int(sums[1].item()))
 
@@ -192,6 +196,7 @@ def measure_rows(
     *,
     batch_size: int,
     advance: Callable[[int], None] = lambda windows: None,
+    before: Callable[[Batch], None] = lambda batch: None,
 ) -> None:
     """Forward passes of `windows` of some rows, dealt to all data-parallel ranks; every rank calls this.
 
@@ -199,6 +204,7 @@ def measure_rows(
         measure: gets the losses of a batch, and this rank's share of it. Ranks that have the same are asked once.
         batch_size: windows of one forward pass on one rank.
         advance: called with the number of windows done after each pass.
+        before: called with what this rank has of each batch before its pass; without a pipeline, just before it.
     """
     chunk_tokens = config.train.loss.tokens_at_once(model.vocab_columns)
 
@@ -216,6 +222,8 @@ def measure_rows(
     for batches, count in _passes(split, split.longest_first(windows), batch_size, setup.mesh, model):
         on_device = [batch.to(setup.device) for batch in batches]
         shards = [sequence_shard(batch, model.cut) for batch in on_device]
+        for shard in shards:
+            before(shard)
         runner.evaluate(shards, [context(*pair) for pair in zip(on_device, shards, strict=True)], counted)
         advance(count)
     model.train(was_training)

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
+
+
+class WidthAxis(NamedTuple):
+    """Entries of one dimension of a parameter, each of which pruning keeps or leaves out whole."""
+
+    key: str
+    """Key of their number below `model:`, like `heads`."""
+    size: int
+    """Number of entries."""
+    block: int = 1
+    """Consecutive elements of one entry."""
+
+
+Axes = tuple[WidthAxis | None, ...]
+"""Entries of each dimension; None: it stays as it is."""
+DIM = "dim"
+"""Key of the channels of the residual stream."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pipeline.config.layers.layer import RopeScalingConfig
-from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Stack, Vector
+from pipeline.train.model.parameter_spec import Axes, HeadNorm, Matrix, NormSpec, Stack, Vector
 from pipeline.train.model.tensor_names import PartTable
 
 if TYPE_CHECKING:
@@ -215,6 +215,11 @@ class LayerPartSpec(ABC):
     def vectors(self) -> tuple[Vector, ...]:
         """Parameters besides matrices, stacks, biases and norms."""
         return ()
+
+    @property
+    def axes(self) -> Mapping[str, Axes]:
+        """Entries of the dimensions of parameters, by name within the part; others keep their sizes in pruning."""
+        return {}
 
     @property
     def tp_inputs(self) -> tuple[str, ...]:

@@ -10,20 +10,25 @@ from typing import Any
 import torch
 
 from pipeline.common.errors import UserError
+from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
-from pipeline.train.checkpoint.exported_loading import local_shards, named_weights
-from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint
+from pipeline.train.checkpoint.exported_loading import VerifiedWeights, local_shards, named_weights
+from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint, pruned_differences
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.decoder_spec import DecoderSpec
+from pipeline.train.model.flops import num_parameters
 from pipeline.train.optim.optimizers import Optimizers
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.start.added_tokens import added_tokens, fill_added_rows
+from pipeline.train.start.importance_file import Importance
 from pipeline.train.start.optimizer_state import open_optimizer, opened_everywhere
+from pipeline.train.start.pruned_source import PrunedSource, of_checkpoint, of_export, of_folder
+from pipeline.train.start.pruning import Choice, choose, picks
 from pipeline.train.start.weights_place import WeightsPlace, check_fit, tokenizer_difference
 
 _KEY = "train.init_from"
@@ -64,6 +69,8 @@ def warm_start(
     """
     wanted = config.train.init_from
     assert wanted is not None
+    if wanted.prunes:
+        return _pruned_start(config, tokenizer, model)
     moments = opened_everywhere(config, model.spec) if wanted.optimizer else None
     if wanted.hf is not None:
         return _from_hf(wanted.hf, config, tokenizer, model)
@@ -122,6 +129,8 @@ def check_init_from(config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> 
     """
     wanted = config.train.init_from
     assert wanted is not None
+    if wanted.prunes:
+        return _check_pruned(_source(config, spec), config, tokenizer, spec)[0]
     if wanted.hf is not None:
         return _check_hf(wanted.hf, config, tokenizer, spec)
     place = WeightsPlace(wanted, _KEY)
@@ -190,18 +199,28 @@ def _check_hf(folder: Path, config: Config, tokenizer: Tokenizer, spec: DecoderS
     """Check that the model in a folder is this one; warnings."""
     found = HuggingFaceFolder(folder, vocab_multiple=spec.vocab_padded)
     base = _base_tokenizer(found, config)
+    _check_vocabulary(found, base, tokenizer, spec)
+    shapes = {name: each.shape for name, each in found.tensors.items()}
+    check_fit(shapes, spec, folder, _KEY, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
+    lines = _check_tokenizer(base, config, tokenizer, folder)
+    return [*lines, *_check_meaning(_hf_values(found, config), config, spec)]
+
+
+def _check_vocabulary(found: HuggingFaceFolder, base: Tokenizer, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+    """Refuse a model with another number of tokens with logits than a folder's, and those that the run adds."""
     ours, theirs = spec.vocab_size, found.spec.vocab_size
     wanted = theirs if tokenizer.vocab_size <= theirs or not added_tokens(base, tokenizer) else tokenizer.vocab_size
     if ours != wanted:
         raise UserError(
-            f"train.init_from.hf: the model in {folder} has {theirs} tokens with logits, and this one {ours}; set "
-            f"model.vocab_size={wanted}"
+            f"train.init_from.hf: the model in {found.folder} has {theirs} tokens with logits, and this one {ours}; "
+            f"set model.vocab_size={wanted}"
         )
-    shapes = {name: each.shape for name, each in found.tensors.items()}
-    check_fit(shapes, spec, folder, _KEY, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
-    lines = _check_tokenizer(base, config, tokenizer, folder)
+
+
+def _hf_values(found: HuggingFaceFolder, config: Config) -> dict[str, Any]:
+    """The `model:` section of a folder, with the run's padding of the vocabulary."""
     own = {"vocab_size": config.model.vocab_size, "vocab_multiple": config.model.vocab_multiple}
-    return [*lines, *_check_meaning({**found.model.model_dump(mode="json"), **own}, config, spec)]
+    return {**found.model.model_dump(mode="json"), **own}
 
 
 def _base_tokenizer(found: HuggingFaceFolder, config: Config) -> Tokenizer:
@@ -226,3 +245,107 @@ def _from_hf(
         "schedule and the order of the data start from scratch"
     )
     return [first, *lines], WeightsOrigin({"kind": "hf", "path": str(folder), "weights": "model", "time": time.time()})
+
+
+# A part of a larger model
+
+
+def _source(config: Config, spec: DecoderSpec, *, verify: bool = False) -> PrunedSource:
+    """The weights that the run's model is a part of; with `verify` all files are hashed, and every rank calls this."""
+    wanted = config.train.init_from
+    assert wanted is not None
+    if wanted.hf is not None:
+        return of_folder(HuggingFaceFolder(wanted.hf, vocab_multiple=spec.vocab_padded))
+    place = WeightsPlace(wanted, _KEY)
+    found = place.verified() if verify else place.checkpoint() or ExportedWeights.open(place.path, _KEY)
+    if isinstance(found, Checkpoint):
+        place.shapes_in(found)
+        return of_checkpoint(found, wanted, _KEY)
+    export = found.source if isinstance(found, VerifiedWeights) else found
+    export.check_section(wanted.weights, f"{_KEY}.weights")
+    return of_export(export, wanted, _KEY)
+
+
+def _source_tokenizer(source: PrunedSource, config: Config) -> Tokenizer | None:
+    """The tokenizer of a source; None if it is not known."""
+    wanted = config.train.init_from
+    assert wanted is not None
+    if wanted.hf is not None:
+        return _base_tokenizer(HuggingFaceFolder(wanted.hf), config)
+    if (source.where / EXPORT_ORIGIN).is_file():
+        return ExportedWeights.open(source.where).tokenizer()
+    return Tokenizer.open(source.where)
+
+
+def _check_pruned(
+    source: PrunedSource, config: Config, tokenizer: Tokenizer, spec: DecoderSpec
+) -> tuple[list[str], Choice, dict[str, Any]]:
+    """Check that the run's model is a part of a source.
+
+    Returns:
+        Warnings, what is taken, and what the run's checkpoints say of it.
+
+    Raises:
+        UserError: it is none, or the importance of its parts is not known.
+    """
+    wanted, where = config.train.init_from, f"{source.where}"
+    assert wanted is not None
+    importance = None if wanted.dims is None else Importance.read(wanted.dims, f"{_KEY}.dims")
+    if importance is not None:
+        source.check_importance(importance, f"{_KEY}.dims")
+    if wanted.hf is not None:
+        folder = HuggingFaceFolder(wanted.hf, vocab_multiple=spec.vocab_padded)
+        _check_vocabulary(folder, _base_tokenizer(folder, config), tokenizer, spec)
+    if spec.dim != source.spec.dim and config.model.init.mup_base_dim is not None:
+        raise UserError(
+            f"{_KEY}.dims: model.init.mup_base_dim scales logits by model.dim, which pruning changes; prune layers, "
+            "heads or mlp channels alone, and leave model.dim"
+        )
+    choice = choose(wanted, spec, source.spec, importance, where)
+    picks(choice, spec, source.spec, source.shapes, where)
+    trained_with = _source_tokenizer(source, config)
+    lines = (
+        [f"warning: the tokenizer of {where} is not known; check that it is this run's"]
+        if trained_with is None
+        else _check_tokenizer(trained_with, config, tokenizer, source.where)
+    )
+    now = model_fingerprint(config)
+    lines += [
+        f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
+        for name, old, new in pruned_differences(dict(source.model), now, (source.spec, spec), choice["layers"])
+    ]
+    about: dict[str, Any] = {"layers": choice["layers"]}
+    if importance is not None:
+        about["dims"] = {"path": str(wanted.dims), "hash": importance.digest}
+    return lines, choice, about
+
+
+def _pruned_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) -> tuple[list[str], WeightsOrigin]:
+    """Fill the model with a part of a larger one: each rank reads what its shards need; every rank calls this."""
+    wanted = config.train.init_from
+    assert wanted is not None
+    source = _source(config, model.spec, verify=True)
+    # One choice for all, made by rank 0: a file of importance may change while ranks start.
+    lines, choice, about = broadcast_from_rank0(lambda: _check_pruned(source, config, tokenizer, model.spec))
+    source.fill(model, picks(choice, model.spec, source.spec, source.shapes, f"{source.where}"))
+    _fill_added(_source_tokenizer(source, config), tokenizer, model)
+    first = (
+        f"start from a part of the weights in {source.where}: layers {', '.join(map(str, choice['layers']))} of "
+        f"{len(source.spec.layers)}, {_sizes(model.spec, source.spec)}; steps, the optimizer's moments, the learning "
+        "rate schedule and the order of the data start from scratch"
+    )
+    origin = {
+        "kind": "hf" if wanted.hf is not None else "init_from",
+        "path": str(source.where),
+        "weights": wanted.weights,
+        "time": time.time(),
+        **source.known,
+        **about,
+    }
+    return [first, *lines], WeightsOrigin(origin)
+
+
+def _sizes(ours: DecoderSpec, theirs: DecoderSpec) -> str:
+    """Sizes of a part of a model in words."""
+    our, their = num_parameters(ours), num_parameters(theirs)
+    return f"{ours.dim:,} of {theirs.dim:,} channels, {our:,} of {their:,} parameters"

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pipeline.config.layers.layer import LayerConfig
 from pipeline.config.model import ModelConfig, head_size, turned_dims
-from pipeline.train.model.parameter_spec import HeadNorm, Matrix, NormSpec, Vector
+from pipeline.train.model.parameter_spec import DIM, Axes, HeadNorm, Matrix, NormSpec, Vector, WidthAxis
 from pipeline.train.model.part_spec import (
     CpTransfer,
     Division,
@@ -104,6 +104,21 @@ class AttentionSpec(MixerSpec):
             *((Matrix("wg", queries, self.dim, "rows"),) if self.gate else ()),
             Matrix("wo", self.dim, queries, "columns", self.output_bias, to_residual=True),
         )
+
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """See `LayerPartSpec`."""
+        stream, heads = WidthAxis(DIM, self.dim), WidthAxis("heads", self.heads, self.head_dim)
+        keys = WidthAxis("kv_heads", self.kv_heads, self.head_dim)
+        found: dict[str, Axes] = {"sinks": (WidthAxis("heads", self.heads),)}
+        for name, outputs, inputs in (
+            *(("wq", heads, stream), ("wk", keys, stream), ("wv", keys, stream)),
+            *(("wg", heads, stream), ("wo", stream, heads)),
+        ):
+            found |= {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+        if self.wide_qk_norm:
+            found |= {"q_norm.weight": (heads,), "k_norm.weight": (keys,)}
+        return found
 
     @property
     def vectors(self) -> tuple[Vector, ...]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, cast, get_args
 
 from pipeline.config.layers.layer import LayerConfig
 from pipeline.config.model import ModelConfig
-from pipeline.train.model.parameter_spec import Matrix
+from pipeline.train.model.parameter_spec import DIM, Axes, Matrix, WidthAxis
 from pipeline.train.model.part_spec import Division, LayerPartSpec
 
 DenseKind = Literal["swiglu", "gelu", "gelu_exact", "geglu", "geglu_exact", "relu", "relu2"]
@@ -59,6 +59,15 @@ class MlpSpec(LayerPartSpec):
             *(Matrix(name, self.ffn_dim, self.dim, "rows", self.bias) for name in hidden),
             Matrix("w2", self.dim, self.ffn_dim, "columns", self.bias, to_residual=True),
         )
+
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """See `LayerPartSpec`."""
+        stream, hidden = WidthAxis(DIM, self.dim), WidthAxis("ffn_dim", self.ffn_dim)
+        found: dict[str, Axes] = {"w2.weight": (stream, hidden), "w2.bias": (stream,)}
+        for name in ("w1", "w3"):
+            found |= {f"{name}.weight": (hidden, stream), f"{name}.bias": (hidden,)}
+        return found
 
     @property
     def divisions(self) -> tuple[Division, ...]:

@@ -11,7 +11,7 @@ from pipeline.config.layers.experts import ExpertsConfig
 from pipeline.config.layers.layer import LayerConfig
 from pipeline.config.model import ModelConfig
 from pipeline.train.model.mlps.dense.spec import MlpSpec
-from pipeline.train.model.parameter_spec import Matrix, Stack
+from pipeline.train.model.parameter_spec import DIM, Axes, Matrix, Stack, WidthAxis
 from pipeline.train.model.part_spec import Division, LayerPartSpec
 from pipeline.train.model.tensor_names import TensorNames
 
@@ -126,6 +126,22 @@ class ExpertsSpec(LayerPartSpec):
             Stack("experts.w3", count, used, self.ffn_dim, self.dim, self.bias),
             Stack("experts.w2", count, used, self.dim, self.ffn_dim, self.bias, to_residual=True, input_key=key),
         )
+
+    @property
+    def axes(self) -> dict[str, Axes]:
+        """See `LayerPartSpec`. The hidden layers of experts keep their size: nothing measures their channels."""
+        stream, count = WidthAxis(DIM, self.dim), WidthAxis("experts.count", self.router.count)
+        found: dict[str, Axes] = {"router.weight": (count, stream), "shared_gate.weight": (None, stream)}
+        found |= dict.fromkeys(("router.bias", "router.score_bias"), (count,))
+        for stack in self.stacks:
+            outputs = stream if stack.to_residual else None
+            found[stack.name] = (count, outputs, None if stack.to_residual else stream)
+            found[stack.bias_name] = (count, outputs)
+        if self.shared is not None:
+            hidden = WidthAxis("experts.shared_ffn_dim", self.shared.ffn_dim)
+            for name, axes in self.shared.axes.items():
+                found[f"shared.{name}"] = tuple(hidden if each != stream else stream for each in axes)
+        return found
 
     @property
     def tp_inputs(self) -> tuple[str, ...]:
