@@ -139,6 +139,8 @@ class ChatConfig(Section):
         if self.format != "preference":
             if self.prompt_key is not None:
                 raise ValueError("prompt_key is for format: preference; leave it out")
+        elif self.messages_key != "messages":
+            raise ValueError("format: preference has the keys chosen and rejected: leave out messages_key")
         elif self.train_on != "last":
             raise ValueError("format: preference compares the last answers of two conversations: set train_on: last")
         elif self.on_long == "cut":

@@ -106,4 +106,4 @@ class PreferenceConfig(Section):
     """Share of pairs that are taken to be in the wrong order."""
     reference_dir: DataPath | None = None
     """Folder for the log-probabilities that the reference gives; runs from the same weights may share it. By default
-    `reference` in `data.dir`."""
+    `_reference` in `data.dir`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from pipeline import api
-from pipeline.common.errors import Stopped
+from pipeline.common.errors import MachineError, Stopped, UserError
+from pipeline.common.hashing import put_sealed
 from pipeline.config.load import load
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.loading.batch import StepData
@@ -145,8 +148,7 @@ def test_a_resumed_run_is_the_straight_one(folder: Path) -> None:
     assert exact(straight) == exact(split) and weights_hash(straight) == weights_hash(split)
     for name in ("preference_loss", "reward_chosen"):
         assert column(straight, name) == column(split, name)
-    (place,) = (folder / "data" / "reference").iterdir()
-    kept = folder / "kept"
+    place, kept = _folder_of(folder, split), folder / "kept"
     more = ("train.duration=8 steps",)
     for damage, words in (
         (lambda: shutil.rmtree(place), "is missing"),
@@ -170,6 +172,13 @@ def test_a_resumed_run_is_the_straight_one(folder: Path) -> None:
         assert code == 2 and words in out, out
     code, out = start(folder, "split", *more, "train.preference.beta=0.2", "resume.allow=[preference]", file=FILE)
     assert code == 0 and "train.preference.beta: 0.3 -> 0.2" in out
+
+
+def _folder_of(root: Path, run: Path) -> Path:
+    """The folder of the reference that a run was trained with."""
+    name = (run / "checkpoints" / "latest").read_text().strip()
+    state = json.loads((run / "checkpoints" / name / "state.json").read_text())
+    return root / "data" / "_reference" / state["fingerprints"]["preference"]["references"]["pairs"]["folder"]
 
 
 def _flip(file: Path) -> None:
@@ -214,6 +223,113 @@ def test_a_reference_goes_on_where_it_was_stopped(folder: Path, monkeypatch: pyt
     assert len(list(apart.iterdir())) == 2 and done == [1, 2, 3, 0, 1, 2, 3]
 
 
+@pytest.mark.guard
+def test_a_reference_is_that_of_the_weights_at_the_start(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run that the weights are of saves again meanwhile: reference and first step are of the old ones."""
+    place, moving = folder / "moved", folder / "moving"
+    shutil.copytree(folder / "base", moving)
+    newest = moving / "checkpoints" / (moving / "checkpoints" / "latest").read_text().strip()
+    commit = reference.ReferenceFolder.commit
+
+    def meanwhile(self: Any, number: int, scores: Any) -> None:
+        later = newest.with_name("step-00000009")
+        if not later.exists():
+            shutil.copytree(newest, later)
+            (moving / "checkpoints" / "latest").write_text(later.name)
+        commit(self, number, scores)
+
+    monkeypatch.setattr(reference.ReferenceFolder, "commit", meanwhile)
+    keys = (f"train.preference.reference_dir={place}", f"train.init_from.path={moving}", "train.duration=1 steps")
+    run = train(folder, "from-moving", *keys, file=FILE)
+    assert column(run, "reward_chosen")[0] == pytest.approx(0, abs=1e-4)
+    state = json.loads((run / "checkpoints" / "step-00000001" / "state.json").read_text())
+    assert state["origin"]["path"] == str(newest)
+
+
+def test_two_starts_do_not_replace_what_the_other_made(folder: Path, tmp_path: Path) -> None:
+    data = dataset(folder)
+    made = reference.ReferenceFolder(tmp_path / "one", {"dataset": data.fingerprint}, data.documents)
+    first, second = (np.full((data.documents, 2), value) for value in (-1.0, -2.0))
+    with made.locked(1):
+        assert not made.is_complete() and made.missing() == [0]
+        made.commit(0, first)
+        with pytest.raises(MachineError), made.locked(0.1):
+            raise AssertionError
+        made.commit(0, second)
+        made.finish()
+    assert made.is_complete() and (reference.open_reference(made.folder, data).scores == first).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_what_is_not_finite_is_refused(folder: Path, tmp_path: Path, value: float) -> None:
+    data = dataset(folder)
+    made = reference.ReferenceFolder(tmp_path / "one", {"dataset": data.fingerprint}, data.documents)
+    scores = np.full((data.documents, 2), -1.0)
+    scores[5, 1] = value
+    with made.locked(1):
+        made.commit(0, scores)
+        made.finish()
+    with pytest.raises(UserError, match="not finite for document 5"):
+        reference.open_reference(made.folder, data)
+
+
+@pytest.mark.parametrize("blocks", [None, [], ["0"], "0000", 7])
+def test_a_forged_list_of_blocks_is_refused(folder: Path, tmp_path: Path, blocks: Any) -> None:
+    data = dataset(folder)
+    value = {"dataset": data.fingerprint, "documents": data.documents, "blocks": blocks}
+    put_sealed(tmp_path / "reference.json", value)
+    with open(tmp_path / "block-00000.f64", "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(UserError, match="is damaged"):
+        reference.open_reference(tmp_path, data)
+    made = reference.ReferenceFolder(tmp_path, {"dataset": data.fingerprint}, data.documents)
+    put_sealed(tmp_path / "block-00000.json", {"key": 1})
+    assert made.missing() == [0]
+
+
+@pytest.mark.parametrize("saved", [{"pairs": "x"}, {"pairs": {"hash": "y"}}, ["pairs"], {"pairs": {"folder": "../x"}}])
+def test_forged_references_of_a_checkpoint_are_refused(saved: Any) -> None:
+    with pytest.raises(UserError):
+        reference.saved_folders({"preference": {"references": saved}})
+
+
+@pytest.mark.guard
+def test_a_stop_during_the_reference_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked for after a pass, what is done is kept, and the next start goes on."""
+    monkeypatch.setattr(reference, "BLOCK_DOCUMENTS", 20)
+    place, run = folder / "stopping", folder / "stopped"
+    commit = reference.ReferenceFolder.commit
+
+    def stops(self: Any, number: int, scores: Any) -> None:
+        commit(self, number, scores)
+        if number == 1:
+            (run / "stop").touch()
+
+    monkeypatch.setattr(reference.ReferenceFolder, "commit", stops)
+    keys = ("train.duration=1 steps", f"train.preference.reference_dir={place}")
+    with pytest.raises(Stopped, match="blocks of the reference that are computed are kept"):
+        start(folder, "stopped", *keys, file=FILE)
+    (made,) = place.iterdir()
+    assert {path.name for path in made.glob("*.f64")} == {"block-00000.f64", "block-00001.f64"}
+    assert not (run / "stop").exists()
+    assert start(folder, "stopped", *keys, file=FILE)[0] == 0
+
+
+@pytest.mark.guard
+def test_a_source_that_is_added_later_is_refused(folder: Path) -> None:
+    run = train(folder, "one-source", "train.duration=2 steps", file=FILE)
+    values = yaml.safe_load((folder / FILE).read_text())
+    values["data"]["sources"].append({"name": "more", "dataset": str(folder / "data" / "pairs")})
+    (folder / "more.yaml").write_text(yaml.safe_dump(values))
+    code, out = start(folder, "one-source", "train.duration=3 steps", "resume.allow=[data]", file="more.yaml")
+    assert code == 2 and "source 'more' was added after the run began" in out, out
+    shutil.rmtree(_folder_of(folder, run))
+    assert start(folder, "one-source", "launch.reference_only=true", file=FILE)[0] == 0
+    assert start(folder, "one-source", "train.duration=3 steps", file=FILE)[0] == 0
+    code, out = start(folder, "one-source", "launch.reference_only=true", "train.precision.compute=bf16", file=FILE)
+    assert code == 2 and "today's would be" in out
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
@@ -221,6 +337,7 @@ def test_a_reference_goes_on_where_it_was_stopped(folder: Path, monkeypatch: pyt
         (["train.init_from=null"], "train.preference needs train.init_from"),
         (["train.loss.z_loss=1e-3"], "train.loss.z_loss=0.001"),
         (["model.mtp.depth=1"], "train.preference does not work with model.mtp"),
+        (["model.dropout=0.1"], "train.preference does not work with model.dropout=0.1"),
         (["data.loader.packing=windows"], "data.loader.packing: windows would cut them"),
         (["model.document_attention=false"], "set model.document_attention: true"),
     ],
@@ -228,6 +345,12 @@ def test_a_reference_goes_on_where_it_was_stopped(folder: Path, monkeypatch: pyt
 def test_what_does_not_go_with_pairs_is_refused(folder: Path, overrides: list[str], says: str) -> None:
     code, out = start(folder, "refused", *overrides, file=FILE)
     assert code == 2 and says in out, out
+
+
+def test_a_folder_that_cannot_be_written_is_named_before(folder: Path) -> None:
+    for place in ("/nowhere/here", "/proc/here"):
+        with pytest.raises(UserError, match="train.preference.reference_dir"):
+            reference.check_reference_dir(load(folder / FILE, [f"train.preference.reference_dir={place}"]))
 
 
 def test_text_has_no_pairs(folder: Path) -> None:

@@ -515,7 +515,7 @@ class TokenSource(Protocol):
         ...
 
     def fill_mask(self, part: int, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """1 for each token of a part that is a trained target, else 0; all 1 without a mask."""
+        """The mask of tokens of a part, see `target_mask`; all 1 without one."""
         ...
 
     def trained_targets(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -555,7 +555,7 @@ class Slice:
         self._dataset.fill_weights(part, start, out)
 
     def fill_mask(self, part: int, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """1 for each token of a part that is a trained target, else 0."""
+        """The mask of tokens of a part, see `target_mask`."""
         self._dataset.fill_mask(part, start, out)
 
     def trained_targets(self, documents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -21,7 +21,7 @@ from pipeline.common.hashing import CHUNK_BYTES
 from pipeline.common.retry import retried
 from pipeline.data.datasets.indexed import HashedFile
 from pipeline.data.datasets.weights import map_path
-from pipeline.data.tokenization.chat_encoding import SECOND
+from pipeline.data.tokenization.chat_encoding import SECOND, TRAINED
 
 COUNT = np.dtype("<u4")
 """Trained targets of a document."""
@@ -44,7 +44,7 @@ def write_mask(prefix: Path, mask: Bytes, lengths: npt.NDArray[np.int64]) -> Has
 
     Args:
         prefix: of the part.
-        mask: [T] 0 or 1 for each token.
+        mask: [T] a byte for each token.
         lengths: [D] tokens of each document.
     """
     return write_mask_blocks(prefix, trained_counts(mask, lengths), [mask.astype(np.uint8, copy=False)])
@@ -52,7 +52,7 @@ def write_mask(prefix: Path, mask: Bytes, lengths: npt.NDArray[np.int64]) -> Has
 
 def trained_counts(mask: Bytes, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Trained targets [D] of documents, whose tokens are back to back in `mask` [T]."""
-    before = np.concatenate([[0], np.cumsum(mask == 1, dtype=np.int64)])
+    before = np.concatenate([[0], np.cumsum(mask == TRAINED, dtype=np.int64)])
     counts: npt.NDArray[np.int64] = np.diff(before[np.concatenate([[0], np.cumsum(lengths)])])
     return counts
 
@@ -104,12 +104,12 @@ def mask_problem(path: Path, lengths: npt.NDArray[np.int64], *, pairs: bool = Fa
         while data := file.read(CHUNK_BYTES):
             mask = np.frombuffer(data, np.uint8)
             if int(mask.max()) > (SECOND if pairs else 1):
-                return f"{path}: the byte {mask[mask > 1][0]} of a token is neither 0 nor 1"
+                return f"{path}: the byte {mask.max()} of a token is neither {'0, 1 nor 2' if pairs else '0 nor 1'}"
             if pairs:
                 places = done + np.flatnonzero(mask == SECOND)
                 np.add.at(seconds, np.searchsorted(ends, places, side="right"), 1)
             first, end = np.searchsorted(ends, [done, done + len(mask)], side="right").tolist()
-            running = np.cumsum(mask == 1, dtype=np.int64)
+            running = np.cumsum(mask == TRAINED, dtype=np.int64)
             sums[first:end] = before + running[ends[first:end] - done - 1]
             low, high = np.searchsorted(begins, [done, done + len(mask)]).tolist()
             if mask[begins[low:high] - done].any():
@@ -128,7 +128,7 @@ def _wrong_size(path: Path, size: int, documents: int, tokens: int) -> str:
 
 
 def part_mask(prefix: Path, documents: int, tokens: int, mapped: bool) -> tuple[npt.NDArray[np.uint32], Bytes]:
-    """Trained targets of each document [D] of a part, and 0 or 1 for each token [T]; read-only.
+    """Trained targets of each document [D] of a part, and the byte of each token [T]; read-only.
 
     Args:
         prefix: of the part.

@@ -16,7 +16,7 @@ from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.pack_masks import mask_of
 from pipeline.data.loading.pair_rows import second_begins
-from pipeline.data.tokenization.chat_encoding import SECOND
+from pipeline.data.tokenization.chat_encoding import SECOND, TRAINED
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class HeldOut:
             begins = self.dataset.document_starts(start + skip, end - start - skip) - start
             if self.masked:
                 mask = mask_of(self.dataset, first, end - first)
-                weight[row, counts - first : end - first] = mask[counts - first :] == 1
+                weight[row, counts - first : end - first] = mask[counts - first :] == TRAINED
                 begins = np.union1d(begins, second_begins(mask))
             else:
                 weight[row, counts - first : end - first] = 1
@@ -198,7 +198,7 @@ class PairTexts:
         assert len(self._texts) == dataset.documents, "documents have tokens, and fit"
 
     def longest_first(self, windows: Sequence[int]) -> Sequence[int]:
-        """See `HeldOut`, as for `length_of`; documents in place of windows."""
+        """Documents in an order in which those of one length are neighbours."""
         return self._texts.longest_first(windows)
 
     def length_of(self, windows: Sequence[int], multiple: int) -> int:

@@ -62,16 +62,16 @@ def refuse_pairs(config: Config, pairs: Collection[str], others: Collection[str]
         UserError: The run has such a thing; the message names the source and what to set.
     """
     if config.train.preference is None:
-        for name in pairs:
+        if pairs:
             raise UserError(
-                f"source {name!r} has pairs of conversations (chat.format: preference), half of which are not to be "
-                "learned: set train.preference, like {beta: 0.1}, or take the source out"
+                f"source {min(pairs)!r} has pairs of conversations (chat.format: preference), half of which are not to "
+                "be learned: set train.preference, like {beta: 0.1}, or take the source out"
             )
         return
-    for name in others:
+    if others:
         raise UserError(
-            f"source {name!r} has no pairs of conversations, and train.preference trains on nothing else: make it with "
-            "chat.format: preference, or take it out"
+            f"source {min(others)!r} has no pairs of conversations, and train.preference trains on nothing else: make "
+            "it with chat.format: preference, or take it out"
         )
     weighs = [source.name for source in config.data.sources if source.loss_weight != 1 or source.weight_key is not None]
     weighs += [name for phase in config.blend.phases for name in phase.loss_weights]
@@ -105,6 +105,24 @@ def check_masked_datasets(config: Config, datasets: Mapping[str, Dataset]) -> No
                     f"sequence_length of {length:,} tokens, and none may be cut: set chat.max_tokens: {length} for the "
                     "source and preprocess it into a new folder, or raise train.sequence_length"
                 )
+
+
+def refuse_mixed_pairs(config: Config, datasets: Mapping[str, Dataset]) -> None:
+    """Refuse held-out pairs of a model whose rejected answers would see the preferred ones.
+
+    Args:
+        config: The run file.
+        datasets: Held-out splits, by source.
+
+    Raises:
+        UserError: A dataset has pairs, and attention crosses documents.
+    """
+    for name, dataset in datasets.items():
+        if dataset.manifest.has_pairs and not config.model.document_attention:
+            raise UserError(
+                f"source {name!r} has pairs of conversations, and with model.document_attention: false the rejected "
+                "one would see the preferred one: set model.document_attention: true, or take the source out"
+            )
 
 
 def refuse_arranged(key: str, datasets: Mapping[str, Dataset], objectives: Mapping[str, Objective | None]) -> None:

@@ -25,7 +25,7 @@ from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.windows import Instances
 
 MaskArray = npt.NDArray[np.uint8]
-"""1 where a target is trained on, 0 where it is not."""
+"""A byte for each target, see `target_mask`."""
 
 
 def mask_of(dataset: TokenSource, start: int, count: int) -> MaskArray:

@@ -43,6 +43,7 @@ from pipeline.data.order.permutation import IntArray
 from pipeline.data.order.sampler import Sampler
 from pipeline.data.order.segments import Segment
 from pipeline.data.order.windows import Instances
+from pipeline.data.tokenization.chat_encoding import TRAINED
 
 
 class _Step:
@@ -405,7 +406,7 @@ class PackReader:
         hashed = np.concatenate([index[:, None], inputs, tokens.flat], axis=1)
         data_hash = sum(map(xxhash.xxh3_64_intdigest, hashed))
         raw = self._masks.rows(here.number, located, rows, length) if self._masks.has(here.number) else None
-        mask = None if raw is None else (raw == 1).astype(np.uint8)
+        mask = None if raw is None else (raw == TRAINED).astype(np.uint8)
         fields: dict[str, Any]
         if any(objective.arranges for objective in self._objectives[here.number].values()):
             arranged = []

@@ -245,7 +245,7 @@ class Windows:
         self._dataset.fill_weights(part, start, out)
 
     def fill_mask(self, part: int, start: int, out: npt.NDArray[np.uint8]) -> None:
-        """Copy into `out` 1 for each token of a piece that is a trained target, else 0."""
+        """Copy the mask of a piece into `out`, see `target_mask`."""
         self._dataset.fill_mask(part, start, out)
 
     def starts(self, places: IntArray) -> tuple[IntArray, IntArray]:

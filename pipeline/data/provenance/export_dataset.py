@@ -29,6 +29,7 @@ from pipeline.data.datasets.files import MANIFEST_FILE, TRAIN
 from pipeline.data.datasets.indexed import SPLIT
 from pipeline.data.provenance.adopted_location import AdoptedOrigins, known_id, open_origins
 from pipeline.data.provenance.source_location import Origin, Origins
+from pipeline.data.tokenization.chat_encoding import TRAINED
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.data.work.document_files import ExportFormat, claim_folder, document_file
 from pipeline.data.work.progress import ProgressLine
@@ -316,7 +317,7 @@ class _Shard:
                 record["weight"] = dataset.weight(number)
             if dataset.manifest.has_mask:
                 mask = dataset.mask(number)
-                record["trained_tokens"] = int(np.count_nonzero(mask == 1))
+                record["trained_tokens"] = int(np.count_nonzero(mask == TRAINED))
                 if self._job.tokens:
                     record["mask"] = mask.tolist()
             if self._job.tokens:

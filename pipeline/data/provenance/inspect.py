@@ -22,6 +22,7 @@ from pipeline.data.packing.make import packs_in_words
 from pipeline.data.provenance.adopted_location import open_origins
 from pipeline.data.provenance.run import shortened
 from pipeline.data.sources.records import printable
+from pipeline.data.tokenization.chat_encoding import TRAINED
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 SHOWN_CHARACTERS = 300
@@ -116,7 +117,7 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
         if record not in places or places[record].kind != "text":  # a file of one document has no rows
             about += f", row {record[1]:,} of unit {record[0]:,}"
         if dataset.manifest.has_mask:
-            about += f", {np.count_nonzero(dataset.mask(document) == 1):,} trained"
+            about += f", {np.count_nonzero(dataset.mask(document) == TRAINED):,} trained"
         if dataset.manifest.has_weights:
             about += f", loss weight {dataset.weight(document):g}"
         console.print(Text(about, style="dim"), soft_wrap=True)
@@ -133,7 +134,7 @@ def _print_documents(console: Console, dataset: Dataset, count: int) -> None:
 def _trained_pieces(dataset: Dataset, tokenizer: Tokenizer, document: int) -> Iterator[tuple[str, bool]]:
     """The beginning of a conversation in parts, with whether each is trained on."""
     start = dataset.document_start(document)
-    mask = dataset.mask(document)[: SHOWN_TOKENS + 1] == 1
+    mask = dataset.mask(document)[: SHOWN_TOKENS + 1] == TRAINED
     ids = dataset.read(start, len(mask))
     if len(ids) <= SHOWN_TOKENS and ids[-1] == tokenizer.end_of_document and not mask[-1]:
         ids, mask = ids[:-1], mask[:-1]

@@ -30,6 +30,7 @@ from pipeline.data.provenance.run import (
     unknown_origins,
 )
 from pipeline.data.sources.records import printable
+from pipeline.data.tokenization.chat_encoding import TRAINED
 
 _SHOWN_RANGES = 8
 
@@ -326,7 +327,7 @@ def _predicted(run: RunView, source: str, span: Span, offset: int, tokens: list[
 
 def _trained(run: RunView, source: str, span: Span) -> Predicted:
     """Tokens of a document in a sample that its mask names."""
-    mask = run.datasets[source].mask(span.document)[span.start : span.start + span.length] == 1
+    mask = run.datasets[source].mask(span.document)[span.start : span.start + span.length] == TRAINED
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0)) + span.start
     found = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     return Predicted(found, run.words_of(source, span.document, found))

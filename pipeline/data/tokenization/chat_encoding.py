@@ -12,6 +12,8 @@ from pipeline.data.sources.records import NO_TARGET, UnusableRecord
 from pipeline.data.tokenization.tokenizer import Tokenizer
 
 Spans = tuple[tuple[int, int], ...]
+TRAINED = 1
+"""In a mask: a token that is a target."""
 SECOND = 2
 """In a mask: the first token of the second conversation of a pair, which is no target."""
 

@@ -115,7 +115,8 @@ class Stepper:
         self.quantities += [] if self._balance is None else [self._balance]
         self.quantities.append(self._observer)
         self.quantities += [] if teacher is None else [TeacherLosses(device)]
-        self.quantities += [] if train.preference is None else [PreferenceLosses(train.preference, setup.mesh, device)]
+        self._pairs = None if train.preference is None else PreferenceLosses(train.preference, setup.mesh, device)
+        self.quantities += [] if self._pairs is None else [self._pairs]
 
     def step(self, data: StepData, lr: float) -> StepResult:
         """Train on a global batch.
@@ -140,7 +141,8 @@ class Stepper:
                 quantity.gradients(self._gradients)
             squares, sums = self._sum_over_ranks()
         with span("clip"):
-            update = self._judge(squares, *self._losses.totals(sums[self._losses]))
+            minimized = self._losses if self._pairs is None else self._pairs
+            update = self._judge(squares, *minimized.totals(sums[minimized]))
             if (factor := self._gradient_factor(update.norm)) is not None:
                 self._gradients.scale(factor)
         with span("optimizer"):

@@ -62,6 +62,7 @@ from pipeline.train.run.heartbeat import host_of
 from pipeline.train.run.rewind_request import Rewind
 from pipeline.train.run.stop_requests import RESUME_ADVICE, Requests, StopRequest
 from pipeline.train.start.open_run import open_run_everywhere, open_validation
+from pipeline.train.start.reference import pinned_start
 from pipeline.train.start.resume import THREADS, resume_lines
 from pipeline.train.start.run_log import print_start, step_lines
 from pipeline.train.start.run_plan import RunPlan
@@ -494,7 +495,10 @@ def train(config: Config, console: Console | None = None) -> int:
         ) as requests:
             with out_of_memory_means(weights_advice):
                 if config.train.preference is not None and checkpoint is None:
-                    found = complete_references(config, plan, setup, watchdog, requests.reason, console)
+                    config = pinned_start(config)
+                    found = complete_references(
+                        *(config, plan.datasets, plan.tokenizer, setup, watchdog, requests, console)
+                    )
                     plan = plan.with_references(config, found)
                 trainer = Trainer(config, plan, setup, heldout, folder, watchdog, requests, console, checkpoint)
                 trainer.begin(checkpoint)

@@ -64,7 +64,7 @@ class Preference:
 
 
 def preference_margins(own_P2: Tensor, reference_P2: Tensor, beta: float) -> Tensor:
-    """Z of each pair, [P] fp64: the reward of the preferred conversation, less that of the other.
+    """Margins of pairs, [P] fp64: the reward of the preferred conversation, less that of the other.
 
     Args:
         own_P2: log-probabilities by the model.

@@ -20,6 +20,8 @@ def _refused(config: Config, layout: Layout) -> Iterator[str]:
         yield f"{key} train.distill: set one of them to null"
     if model.mtp is not None:
         yield f"{key} model.mtp: set model.mtp=null"
+    if model.dropout:
+        yield f"{key} model.dropout={model.dropout:g}: model and reference would differ by chance: set model.dropout=0"
     if train.loss.z_loss:
         yield f"{key} train.loss.z_loss={train.loss.z_loss:g}, which is per token: set train.loss.z_loss=0"
     if model.direction == "both" or model.encoder is not None:
@@ -35,11 +37,12 @@ PREFERENCE_RULES: Sequence[Rule] = (
             "train.distill",
             "model.mtp",
             "train.loss.z_loss",
+            "model.dropout",
             "model.direction",
             "model.encoder",
         ),
-        "`train.preference` trains decoders that start from weights, without multi-token prediction, z-loss and a "
-        "teacher.",
+        "`train.preference` trains decoders that start from weights, without multi-token prediction, z-loss, dropout "
+        "and a teacher.",
         _refused,
         of_training=True,
     ),

@@ -23,7 +23,7 @@ from pipeline.train.rules.layout_check import planned_model, planned_spec
 from pipeline.train.run.folder import refuse_lost_checkpoints
 from pipeline.train.start.from_mirror import check_mirror
 from pipeline.train.start.open_run import open_validation
-from pipeline.train.start.reference import reference_dir
+from pipeline.train.start.reference import check_reference_dir
 from pipeline.train.start.run_plan import plan_run
 from pipeline.train.start.schedule_seam import begin_lines, find_seam, run_schedule, schedule_differs
 from pipeline.train.start.teacher import check_teacher
@@ -85,7 +85,7 @@ def _conversations(scope: TrainScope, found: Problems) -> None:
         scope.config, pairs, [each.name for each in sources if each.dataset is None and each.name not in pairs]
     )
     if scope.config.train.preference is not None:
-        reference_dir(scope.config, scope.config.train.preference)
+        check_reference_dir(scope.config)
 
 
 def _kept_checkpoints(scope: TrainScope, found: Problems) -> None:

@@ -22,7 +22,7 @@ from pipeline.config import Config
 from pipeline.data.datasets.open import open_datasets, open_set
 from pipeline.data.datasets.validate import check_datasets
 from pipeline.data.loading.heldout import HeldOut, HeldOutTexts
-from pipeline.data.loading.masked_sources import refuse_arranged
+from pipeline.data.loading.masked_sources import refuse_arranged, refuse_mixed_pairs
 from pipeline.data.loading.objectives.choice import heldout_objectives, set_objectives
 from pipeline.data.preprocess.source_settings import check_heldout_settings
 from pipeline.data.tokenization.tokenizer import Tokenizer
@@ -200,6 +200,7 @@ def open_heldout(
     datasets = open_datasets(config, split)
     objectives = heldout_objectives(config, datasets)
     refuse_arranged("train.objective", datasets, objectives)
+    refuse_mixed_pairs(config, datasets)
     return {
         name: HeldOut(each, length, stride=stride, documents=documents, objective=objectives[name])
         for name, each in datasets.items()
@@ -218,6 +219,7 @@ def open_set_windows(
     objectives = set_objectives(config, name, datasets)
     key = "train.objective" if config.heldout_sets[name].objective is None else f"heldout_sets.{name}.objective"
     refuse_arranged(key, datasets, objectives)
+    refuse_mixed_pairs(config, datasets)
     return {
         source: HeldOut(each, length, stride=stride, documents=documents, objective=objectives[source])
         for source, each in datasets.items()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.common import storage
+from pipeline.common.errors import UserError
 from pipeline.common.run_files import RunFiles
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
@@ -115,8 +116,7 @@ def plan_run(
     known = (state.get("fingerprints", {}).get("distill") or {}).get("teacher")
     references: dict[str, ReferenceScores] = {}
     if checkpoint is not None and config.train.preference is not None:
-        of_pairs = state["fingerprints"].get("preference") or {}
-        references = saved_references(config, datasets, of_pairs.get("references"))
+        references = saved_references(config, datasets, state["fingerprints"])
     now = fingerprints(
         config,
         {name: _identity(d, name, journal) for name, d in datasets.items()},
@@ -138,6 +138,7 @@ def plan_run(
         # Said before the plans are compared: what lies after an end is not planned.
         run_length.check_end(Sampler(journal), checkpoint.step)
         journal = journal.going_on(saved, checkpoint.step)
+    _refuse_unseen_pairs(journal, references)
     template, several = template_of_datasets(dataset.manifest.settings for dataset in datasets.values())
     warnings += [several] if several else []
     sampler = Sampler(journal)
@@ -148,6 +149,19 @@ def plan_run(
     for step, line in run_length.exhaustions(sampler, length.steps):
         exhaustions.setdefault(step, []).append(line)
     return RunPlan(datasets, tokenizer, journal, length, now, warnings, exhaustions, template, teacher, references)
+
+
+def _refuse_unseen_pairs(journal: Journal, references: Mapping[str, ReferenceScores]) -> None:
+    """Refuse phases over pairs that were added to a dataset after its reference was computed."""
+    for segment in journal.segments:
+        for name, state in segment.sources.items():
+            known = len(references[name].scores) if name in references else None
+            if known is not None and state.documents is not None and state.documents[1] > known:
+                raise UserError(
+                    f"train.preference: a phase has documents up to {state.documents[1]:,} of source {name!r}, and the "
+                    f"reference has seen the first {known:,}: those were added later. Start a new run on them in "
+                    "another run.dir, from a checkpoint of this one"
+                )
 
 
 def _identity(dataset: Dataset, source: str, journal: Journal) -> str | dict[str, str]:
@@ -174,4 +188,8 @@ def _of_sources(values: Fingerprints, datasets: Mapping[str, Dataset], journal: 
         grown = found[name]["grown"] if isinstance(found[name], dict) else begun
         is_newer = ends[name] > datasets[name].documents
         found[name] = {"begun": begun, "grown": lineage[-1] if grown in lineage else grown} if is_newer else begun
+    of_pairs = values.get("preference")
+    if isinstance(of_pairs, dict) and isinstance(of_pairs.get("references"), dict):
+        kept = {name: each for name, each in of_pairs["references"].items() if name in ends}
+        values = {**values, "preference": {**of_pairs, "references": kept}}
     return {**values, "data": found}

@@ -61,6 +61,12 @@ def test_a_prompt_may_be_apart(record: dict[str, Any]) -> None:
     assert read_pair(record, "prompt", None) == whole
 
 
+def test_a_prompt_is_not_taken_twice() -> None:
+    whole = {"prompt": [ASK], "chosen": [ASK, FAR], "rejected": [ASK, NEAR]}
+    with pytest.raises(UnusableRecord, match="does not begin with the assistant"):
+        read_pair(whole, "prompt", None)
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pairs")

@@ -220,6 +220,8 @@ class ChatTemplate(RecordTemplate):
         if not self.pairs:
             return self._rendered(read_conversation(values, self.format, self.messages_key, self.tools))
         chosen, rejected = map(self._rendered, read_pair(values, self.prompt, self.tools))
+        if chosen.text == rejected.text:
+            raise UnusableRecord("both answers of a pair are the same", "as the template renders them")
         border = len(chosen.text)
         moved = ((start + border, end + border) for start, end in rejected.spans or ())
         return RecordText(chosen.text + rejected.text, (*(chosen.spans or ()), (border, border), *moved))

@@ -107,6 +107,8 @@ def read_pair(
     sides = []
     for key in PREFERENCE_SIDES:
         answers = _messages(values.get(key), key) if prompt_key is None else _side(values, key, "assistant")
+        if prompt_key is not None and answers and answers[0].get("role") != "assistant":
+            raise UnusableRecord("an answer of a pair does not begin with the assistant", "leave out chat.prompt_key?")
         sides.append(_conversation(prompt + answers, tools))
     chosen, rejected = (side.messages for side in sides)
     if any(side[-1]["role"] != "assistant" for side in (chosen, rejected)):

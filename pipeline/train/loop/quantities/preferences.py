@@ -50,6 +50,10 @@ class PreferenceLosses(Quantity):
         """Sums over pairs."""
         return [self._sums]
 
+    def totals(self, sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum of losses and number of pairs over all ranks, fp64 scalars on the device."""
+        return sums[0][0], torch.full_like(sums[0][0], self._pairs)
+
     def finish(self, sums: Sequence[Tensor], update: Update) -> QuantityNumbers:
         """See `Quantity`."""
         return QuantityNumbers({"means": sums[0] / self._pairs}, _columns)
