@@ -135,6 +135,7 @@ CLASSES = {
     "pipeline.train.run.goodput": ("Goodput",),
     "pipeline.train.monitor.hardware": ("Rise",),
     "pipeline.train.start.schedule_seam": (),  # a config
+    "pipeline.train.start.reference": (),  # a config
     "pipeline.train.start.teacher": (),  # a config
     "pipeline.data.sources.templates.chat_template": ("ChatTemplate",),
     "pipeline.train.planning.stage_memory": (),  # fields of a spec, none of which is written

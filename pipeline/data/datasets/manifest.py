@@ -223,7 +223,7 @@ def write_dataset(
     has_weights, has_mask = (name in (parts.dtype.names or ()) for name in ("weight", "mask"))
     data = parts.astype(part_record(weights=has_weights, mask=has_mask)).tobytes()
     features = [*([WEIGHTS] if has_weights else []), MASK] if has_mask else []
-    features += [PAIRS] if manifest["settings"].get("chat", {}).get("format") == "preference" else []
+    features += [PAIRS] if (manifest.get("settings", {}).get("chat") or {}).get("format") == "preference" else []
     info = TokenizerInfo(
         fingerprint=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
