@@ -32,7 +32,7 @@ from pipeline.data.loading.objectives.base import (
 )
 from pipeline.data.loading.objectives.causal import Causal
 from pipeline.data.loading.pack_masks import MaskArray, PackMasks
-from pipeline.data.loading.pair_rows import PairRows, References, pair_rows, second_begins
+from pipeline.data.loading.pair_rows import References, StepPairs, second_begins
 from pipeline.data.loading.stream_shape import StreamShape
 from pipeline.data.order.balance import rank_rows
 from pipeline.data.order.journal import Journal
@@ -65,6 +65,11 @@ class _Step:
         """[C] whether the chunk is not trained on; None for no chunk."""
         self.weights = weights
         """[C] loss weight of the chunk; None if all are 1."""
+
+    @property
+    def chunks_that_count(self) -> int:
+        """Chunks of the global batch that are trained on."""
+        return len(self.located.chunks.row) if self.masked is None else int(np.count_nonzero(~self.masked))
 
     def sizes(self, length: int, rows: IntArray) -> PackSizes:
         """Sizes of some packs, by which objectives count targets."""
@@ -141,7 +146,7 @@ class PackReader:
         references: References | None = None,
     ) -> None:
         self._journal = journal
-        self._references = references
+        self._pairs = None if references is None else StepPairs(references, journal.names)
         self._lookup = PackLookup(journal, sampler, instances)
         self._masks = PackMasks(journal, instances)
         self._instances = instances
@@ -186,32 +191,11 @@ class PackReader:
             data_hash % 2**64,
             tuple(map(int, self._ahead_totals(here, None))),
             samples=journal.samples(step),
-            pairs=0 if self._references is None else self._pairs(here),
+            pairs=0 if self._pairs is None else here.chunks_that_count,
         )
         if weights is None:
             return data
         return replace(data, total_weight=self._total(here), total_ahead=self._ahead_totals(here, weights))
-
-    @staticmethod
-    def _pairs(here: _Step) -> int:
-        """Pairs of the global batch that count."""
-        return len(here.located.chunks.row) if here.masked is None else int(np.count_nonzero(~here.masked))
-
-    def _pair_rows(self, here: _Step, tokens: _Tokens, raw: MaskArray) -> PairRows:
-        """The pairs of a micro-batch, with what the reference model gives them."""
-        located, which = here.located, tokens.which
-        if here.masked is not None:
-            which = which[~here.masked[which]]
-        place = tokens.place[np.isin(tokens.which, which)]
-        chunks, names = located.chunks, self._journal.names
-        sources = located.sources[chunks.row[which]].tolist()
-        assert self._references is not None
-        scores = [
-            self._references[names[source]][document]
-            for source, document in zip(sources, chunks.document[which].tolist(), strict=True)
-        ]
-        firsts = place * raw.shape[1] + located.offsets[which]
-        return pair_rows(raw.ravel(), firsts, chunks.tokens[which], scores)
 
     def _objective(self, here: _Step, row: int) -> PackObjective:
         name = self._journal.names[int(here.located.sources[row])]
@@ -442,8 +426,8 @@ class PackReader:
                 "weight": torch.from_numpy(weights),
                 "starts": torch.from_numpy(np.sort(np.concatenate(begins)).astype(np.int32)),
             }
-        if self._references is not None and raw is not None:
-            pairs = self._pair_rows(here, tokens, raw)
+        if self._pairs is not None and raw is not None:
+            pairs = self._pairs.of(located, tokens.which, tokens.place, here.masked, raw)
             whole = _filled(pairs.conversation.reshape(count, length), size, 2 * len(pairs.reference))
             fields |= {"conversation": torch.from_numpy(whole), "reference": torch.from_numpy(pairs.reference)}
         batch = Batch(

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.data.loading.objectives.base import BoolArray
+from pipeline.data.order.locate_packs import LocatedPacks
 from pipeline.data.order.permutation import IntArray
 from pipeline.data.tokenization.chat_encoding import SECOND
 
@@ -41,20 +43,43 @@ def second_begins(mask: npt.NDArray[np.uint8]) -> IntArray:
     return np.sort(np.concatenate([seconds, seconds + 1]))
 
 
-def pair_rows(
-    mask: npt.NDArray[np.uint8], firsts: IntArray, tokens: IntArray, scores: Sequence[npt.NDArray[np.float64]]
-) -> PairRows:
-    """The pairs of some rows.
+class StepPairs:
+    """Pairs of the rows of a step.
 
     Args:
-        mask: [rows * L] of the targets, see `target_mask`.
-        firsts: [P] first target of each pair that counts.
-        tokens: [P] tokens of each.
-        scores: [P] of [2] each, by the reference model.
+        references: log-probabilities of each source by the reference model.
+        names: of the journal's sources.
     """
-    conversation = np.full(len(mask), 2 * len(firsts), np.int64)
-    for number, (first, count) in enumerate(zip(firsts.tolist(), tokens.tolist(), strict=True)):
-        border = first + int(np.argmax(mask[first : first + count] == SECOND))
-        conversation[first:border] = 2 * number
-        conversation[border : first + count] = 2 * number + 1
-    return PairRows(conversation, np.array(scores, np.float64).reshape(-1, 2))
+
+    def __init__(self, references: References, names: Sequence[str]) -> None:
+        self._references, self._names = references, names
+
+    def of(
+        self,
+        located: LocatedPacks,
+        which: IntArray,
+        place: IntArray,
+        masked: BoolArray | None,
+        mask: npt.NDArray[np.uint8],
+    ) -> PairRows:
+        """The pairs of some rows that count.
+
+        Args:
+            located: the step.
+            which: [C] chunks of the rows.
+            place: [C] row of each.
+            masked: of all chunks of the step, whether skips have them; None: they have none.
+            mask: [rows, L] of the targets, see `target_mask`.
+        """
+        if masked is not None:
+            kept = ~masked[which]
+            which, place = which[kept], place[kept]
+        chunks, flat = located.chunks, mask.ravel()
+        firsts, conversation = place * mask.shape[1] + located.offsets[which], np.full(mask.size, 2 * len(which))
+        for number, (first, count) in enumerate(zip(firsts.tolist(), chunks.tokens[which].tolist(), strict=True)):
+            border = first + int(np.argmax(flat[first : first + count] == SECOND))
+            conversation[first:border] = 2 * number
+            conversation[border : first + count] = 2 * number + 1
+        sources, documents = located.sources[chunks.row[which]].tolist(), chunks.document[which].tolist()
+        found = [self._references[self._names[source]][n] for source, n in zip(sources, documents, strict=True)]
+        return PairRows(conversation, np.array(found, np.float64).reshape(-1, 2))

@@ -47,12 +47,26 @@ from pipeline.train.start.reference import (
     saved_folders,
     with_init_step,
 )
+from pipeline.train.start.run_plan import RunPlan
 from pipeline.train.start.setup import build_for_inference, check_tokenizer, for_inference
 from pipeline.train.start.warm_start import warm_start
 from pipeline.train.start.weights_place import weights_identity
 
 _LONGEST_WAIT = 7 * 24 * 3600.0
 """Seconds to wait for another start that computes the same."""
+
+
+def begin_with_references(
+    config: Config, plan: RunPlan, setup: Setup, watchdog: Watchdog, requests: Requests, console: Console
+) -> tuple[Config, RunPlan]:
+    """Config and plan of a run that starts on pairs, whose reference is complete; every rank calls this.
+
+    Raises:
+        UserError, MachineError, Stopped: as `complete_references`.
+    """
+    config = pinned_start(config)
+    found = complete_references(config, plan.datasets, plan.tokenizer, setup, watchdog, requests, console)
+    return config, plan.with_references(config, found)
 
 
 def complete_references(

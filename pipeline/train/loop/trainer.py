@@ -38,7 +38,7 @@ from pipeline.train.loop.quantities.data_hash import DataHash
 from pipeline.train.loop.quantities.requests import AgreedRequests
 from pipeline.train.loop.quantities.windows import WindowLosses
 from pipeline.train.loop.quantities.work import RankWork
-from pipeline.train.loop.reference_scores import complete_references, make_references
+from pipeline.train.loop.reference_scores import begin_with_references, make_references
 from pipeline.train.loop.rewind import go_back
 from pipeline.train.loop.saving import Saver, copy_missing
 from pipeline.train.loop.step import Stepper
@@ -62,7 +62,6 @@ from pipeline.train.run.heartbeat import host_of
 from pipeline.train.run.rewind_request import Rewind
 from pipeline.train.run.stop_requests import RESUME_ADVICE, Requests, StopRequest
 from pipeline.train.start.open_run import open_run_everywhere, open_validation
-from pipeline.train.start.reference import pinned_start
 from pipeline.train.start.resume import THREADS, resume_lines
 from pipeline.train.start.run_log import print_start, step_lines
 from pipeline.train.start.run_plan import RunPlan
@@ -495,11 +494,7 @@ def train(config: Config, console: Console | None = None) -> int:
         ) as requests:
             with out_of_memory_means(weights_advice):
                 if config.train.preference is not None and checkpoint is None:
-                    config = pinned_start(config)
-                    found = complete_references(
-                        *(config, plan.datasets, plan.tokenizer, setup, watchdog, requests, console)
-                    )
-                    plan = plan.with_references(config, found)
+                    config, plan = begin_with_references(config, plan, setup, watchdog, requests, console)
                 trainer = Trainer(config, plan, setup, heldout, folder, watchdog, requests, console, checkpoint)
                 trainer.begin(checkpoint)
             with trainer.opened():
