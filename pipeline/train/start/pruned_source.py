@@ -88,10 +88,6 @@ class PrunedSource:
                 local[place].copy_(value)
 
 
-def _named(hashes: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in hashes.items())
-
-
 def _pieces(pick: Pick, own: Sequence[slice]) -> Iterator[tuple[slice, list[slice | Tensor]]]:
     """Rows of a shard, and which entries of the source's dimensions they are: a range, or some in a range.
 

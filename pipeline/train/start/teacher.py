@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from pipeline.common.errors import UserError
@@ -19,7 +18,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
-from pipeline.train.checkpoint.exported_loading import Shapes, local_shards, named_weights
+from pipeline.train.checkpoint.exported_loading import Shapes
 from pipeline.train.checkpoint.weight_source import exported_tensors, validated_model
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
@@ -28,7 +27,13 @@ from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.setup import Setup
 from pipeline.train.parallel.teacher import Teacher, build_teacher, teacher_config
 from pipeline.train.rules.layout import check_teacher_layout
-from pipeline.train.start.weights_place import WeightsPlace, check_fit, folder_hash, tokenizer_difference
+from pipeline.train.start.weights_place import (
+    WeightsPlace,
+    check_fit,
+    fill_from_folder,
+    folder_hash,
+    tokenizer_difference,
+)
 
 _KEY = "train.distill.teacher"
 
@@ -162,7 +167,8 @@ def open_teacher(config: Config) -> TeacherWeights | None:
     wanted = settings.teacher
     if wanted.hf is not None:
         folder = HuggingFaceFolder(wanted.hf, vocab_multiple=config.model.vocab_multiple)
-        where, model, fill, identity = folder.folder, folder.model, _reader(folder), folder_hash(folder)
+        where, model, identity = folder.folder, folder.model, folder_hash(folder)
+        fill = _filler(folder)
     else:
         place = WeightsPlace(wanted, _KEY)
         found = place.verified()
@@ -179,6 +185,10 @@ def open_teacher(config: Config) -> TeacherWeights | None:
             model = _model(found.source.about["fingerprints"]["model"], where)
     line = f"teacher: {where} in {settings.dtype}, weight {settings.weight:g}, temperature {settings.temperature:g}"
     return TeacherWeights(teacher_config(config, model), identity, line, warnings, fill)
+
+
+def _filler(folder: HuggingFaceFolder) -> Callable[[ParallelModel], object]:
+    return lambda model: fill_from_folder(model, folder)
 
 
 def _described(config: Config) -> _Described:
@@ -220,12 +230,3 @@ def _spec(changed: Config, found: _Described) -> DecoderSpec:
     """Specification of a teacher with its own vocabulary and positions."""
     size = found.model.vocab_size or (1 if found.tokenizer is None else found.tokenizer.vocab_size)
     return decoder_spec(changed.model, size, changed.model.max_positions or changed.max_positions)
-
-
-def _reader(folder: HuggingFaceFolder) -> Callable[[ParallelModel], object]:
-    @torch.no_grad()
-    def fill(model: ParallelModel) -> None:
-        for name, rows, others, local in local_shards(named_weights(model)):
-            folder.read_into(local, name, rows, *others)
-
-    return fill

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pipeline.common.errors import UserError
 from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.config import Config
@@ -16,7 +14,7 @@ from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights
-from pipeline.train.checkpoint.exported_loading import VerifiedWeights, local_shards, named_weights
+from pipeline.train.checkpoint.exported_loading import VerifiedWeights
 from pipeline.train.checkpoint.fingerprint import computing_differences, model_fingerprint, pruned_differences
 from pipeline.train.distributed.process_group import broadcast_from_rank0
 from pipeline.train.huggingface.folder import HuggingFaceFolder
@@ -29,7 +27,7 @@ from pipeline.train.start.importance_file import Importance
 from pipeline.train.start.optimizer_state import open_optimizer, opened_everywhere
 from pipeline.train.start.pruned_source import PrunedSource, of_checkpoint, of_export, of_folder
 from pipeline.train.start.pruning import Choice, choose, picks
-from pipeline.train.start.weights_place import WeightsPlace, check_fit, tokenizer_difference
+from pipeline.train.start.weights_place import WeightsPlace, check_fit, fill_from_folder, tokenizer_difference
 
 _KEY = "train.init_from"
 
@@ -236,9 +234,7 @@ def _from_hf(
     """Fill the model from a folder of Hugging Face's: each rank reads the rows and columns that it has."""
     lines = broadcast_from_rank0(lambda: _check_hf(folder, config, tokenizer, model.spec))
     found = HuggingFaceFolder(folder, vocab_multiple=model.spec.vocab_padded)
-    with torch.no_grad():
-        for name, rows, others, local in local_shards(named_weights(model)):
-            found.read_into(local, name, rows, *others)
+    fill_from_folder(model, found)
     _fill_added(_base_tokenizer(found, config), tokenizer, model)
     first = (
         f"start from the {found.family.architecture} in {folder}: steps, the optimizer's moments, the learning rate "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from pipeline.common.errors import UserError
@@ -17,13 +18,20 @@ from pipeline.config.weights import WeightsConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
-from pipeline.train.checkpoint.exported_loading import Shapes, VerifiedWeights, verified_export
+from pipeline.train.checkpoint.exported_loading import (
+    Shapes,
+    VerifiedWeights,
+    local_shards,
+    named_weights,
+    verified_export,
+)
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.checkpoint.resume_point import files_by_rank, source_point
 from pipeline.train.checkpoint.tensors import stored_weights
 from pipeline.train.distributed.process_group import broadcast_from_rank0, gather
 from pipeline.train.huggingface.folder import HuggingFaceFolder
 from pipeline.train.model.decoder_spec import DecoderSpec
+from pipeline.train.parallel.parallelize import ParallelModel
 
 PlaceKind = Literal["run", "checkpoint", "exported"]
 
@@ -134,6 +142,13 @@ def weights_identity(wanted: WeightsConfig, key: str, vocab_multiple: int) -> st
         return folder_hash(HuggingFaceFolder(wanted.hf, vocab_multiple=vocab_multiple))
     found = WeightsPlace(wanted, key).verified()
     return f"{found.fingerprint} {wanted.weights}" if isinstance(found, Checkpoint) else found.source.fingerprint
+
+
+@torch.no_grad()
+def fill_from_folder(model: ParallelModel, folder: HuggingFaceFolder) -> None:
+    """Fill a model of any layout from a folder of Hugging Face's: each rank reads the rows and columns that it has."""
+    for name, rows, others, local in local_shards(named_weights(model)):
+        folder.read_into(local, name, rows, *others)
 
 
 def folder_hash(folder: HuggingFaceFolder) -> str:
