@@ -370,6 +370,8 @@ def test_the_command_computes_a_reference_alone(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
     (made,) = place.iterdir()
     assert (made / "reference.json").exists() and not (folder / "alone" / "checkpoints").exists()
+    shown = tiny.pipeline("train", *keys, "--dry-run")
+    assert shown.returncode == 0 and "reference: computed before the first step" in shown.stdout
     refused = tiny.pipeline("train", *keys, "--reference", "--slurm")
     assert refused.returncode == 2 and "leave out --reference" in refused.stderr
 

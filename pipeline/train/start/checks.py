@@ -103,7 +103,8 @@ def _weights(scope: TrainScope, found: Problems) -> None:
         return
     tokenizer = known_tokenizer(config)
     assert tokenizer is not None, "or the check waits"
-    found.warn(*check_init_from(config, tokenizer, planned_spec(config)))
+    lines = check_init_from(config, tokenizer, planned_spec(config))
+    found.warn(*(line.removeprefix("warning: ") for line in lines))
 
 
 def _teacher(scope: TrainScope, found: Problems) -> None:
