@@ -22,6 +22,7 @@ from pipeline.common import links, storage
 from pipeline.common.errors import MachineError, UserError
 from pipeline.common.file_lock import exclusive
 from pipeline.common.hashing import SEAL, has_broken_seal, put_sealed, value_hash
+from pipeline.common.run_files import CHECKPOINT_STATE
 from pipeline.config import Config
 from pipeline.data.datasets.dataset import Dataset
 from pipeline.data.loading.pair_rows import Scores
@@ -95,7 +96,7 @@ class ReferenceFolder:
         with self._writing():
             links.make_folder(self.folder.parent)
             links.make_folder(self.folder)
-        return exclusive(self.folder / "lock", seconds)
+        return exclusive(self.folder / "computing.lock", seconds)
 
     def commit(self, number: int, scores: Scores) -> None:
         """Write a block and its receipt, unless it is there.
@@ -278,11 +279,11 @@ def saved_folders(fingerprints: Fingerprints) -> dict[str, str]:
     """
     aspect = fingerprints.get("preference")
     saved = aspect.get("references") if isinstance(aspect, dict) else None
-    where = Path("state.json")
+    where = Path(CHECKPOINT_STATE)
     if saved is None:
         return {}
     if not isinstance(saved, dict) or not all(isinstance(each, dict) for each in saved.values()):
-        raise UserError("state.json of the checkpoint is damaged: fingerprints.preference.references")
+        raise UserError(f"{where} of the checkpoint is damaged: fingerprints.preference.references")
     return {str(name): storage.plain_name(each.get("folder"), where) for name, each in saved.items()}
 
 
