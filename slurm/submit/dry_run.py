@@ -136,7 +136,7 @@ def training_lines(config: Config, job: PlannedJob, backend: Backend, ahead: For
     else:
         yield from _course_lines(course)
     if config.train.preference is not None and not (course is not None and course.done_steps):
-        yield "reference: computed before the first step, in one forward pass over all pairs, unless it is there"
+        yield "reference: computed before the first step, by one forward pass of each pair, unless it is there"
     if course is None or course.steps_left:
         yield from _time_lines(config, job, backend, ahead, now)
     if ahead.disk is not None:

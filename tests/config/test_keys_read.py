@@ -31,6 +31,7 @@ from pipeline.config.model import ModelConfig
 from pipeline.config.objective import FIM_SENTINELS, MixedObjectiveConfig, ObjectiveConfig
 from pipeline.config.parsing.schema import keys
 from pipeline.data.datasets.remote.push import push
+from tests.data import pairs
 from tests.data.curate.models.fasttext_writer import write_model
 from tests.data.curate.runs import curate_config, everything, write_corpus
 from tests.eval.server.running import running
@@ -185,6 +186,7 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     from pipeline.data.curate.stage import curate
     from pipeline.data.preprocess.stage import preprocess
     from pipeline.data.provenance.excerpts import ExcerptReader
+    from pipeline.eval.importance import measure_importance
     from pipeline.eval.text import continue_prompt
     from pipeline.train.loop.trainer import train
     from slurm.local.stages import run
@@ -224,6 +226,10 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for n, changes in enumerate(VARIANTS)
     ]
     served = load(tmp_path / "both.yaml", ["serve.port=0"])
+    (tmp_path / "pairs").mkdir()
+    on_pairs = load(pairs.write(tmp_path / "pairs"), ["train.duration=1 steps"])
+    pairs.make(tmp_path / "pairs" / "pairs.yaml")
+    pairs.base(tmp_path / "pairs")
     curated, after = (_curated(tmp_path / name, against) for name, against in (("a", []), ("b", ["a"])))
     with record_reads() as reads:
         run(first)
@@ -241,6 +247,8 @@ def test_every_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for variant in variants[:2]:
             train(variant)
         train(_from_a_bucket(tmp_path, variants[0].data_dir))
+        train(on_pairs)
+        measure_importance(first, console=Console(quiet=True))
         _on_paper(chained)
         with running(served) as server:
             assert server.post("/api", {"prompts": ["the"]}).status_code == 200

@@ -1,7 +1,7 @@
 """Computation of the log-probabilities that the reference of a training by preference gives to its pairs.
 
 It runs before the first step, on the processes and in the layout of the training, which have the weights of
-`train.init_from`. Blocks that are there already are left alone, so it goes on where it was stopped.
+`train.init_from`. Blocks that are there already are left alone, so a start that was stopped is resumed.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _preference_loss(
     preference: Preference,
     bias_V: Tensor | None,
 ) -> TokenLosses:
-    """The loss of pairs: `total` has their gradient, and is no value of interest.
+    """The loss of pairs: `total` has their gradient, and its value means nothing.
 
     The factors of the tokens are known when the log-probabilities of whole conversations are. So in chunks, all logits
     are made twice.

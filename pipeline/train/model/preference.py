@@ -5,8 +5,8 @@ log-probabilities of a conversation's trained targets by both,
 
     z = beta ((l_0 - r_0) - (l_1 - r_1)),    loss = -(1 - e) log sigmoid(z) - e log sigmoid(-z)
 
-where e is the share of pairs that are taken to be in the wrong order (label smoothing; Mitchell 2023). The loss is no
-sum over tokens, but its gradient is that of one: each target's cross entropy, times a factor that is known when both
+where e is the share of pairs that are taken to be in the wrong order (label smoothing; Mitchell 2023). The loss is not
+a sum over tokens, but its gradient is that of one: each target's cross entropy, times a factor that is known when both
 log-probabilities are.
 
 Shapes: B batch, S positions, P pairs of the micro-batch.

@@ -64,7 +64,7 @@ def plan_lines(
         own = flops_per_token(plan.model.spec, plan.memory_shape.stream, causal=False)
         yield from plan.teacher.lines(plan.layout, plan.memory_shape, own)
     if plan.config.train.preference is not None:
-        yield "reference: one forward pass over all pairs before the first step; it takes no memory during training"
+        yield "reference: one forward pass of each pair before the first step; it takes no memory during training"
     yield f"checkpoint: {size(plan.checkpoint_bytes)}"
     if plan.export_bytes:
         room = size(plan.exports * plan.export_bytes)

@@ -57,7 +57,7 @@ def choose(
         where: place of the source, for messages.
 
     Raises:
-        UserError: the model is no part of the source.
+        UserError: the model is not a part of the source.
     """
     if ours.sided or theirs.sided:
         key = _DIMS if wanted.layers is None else _LAYERS

@@ -51,7 +51,7 @@ class ReferenceScores:
 
     @property
     def identity(self) -> dict[str, str]:
-        """What a checkpoint keeps of it."""
+        """Folder and hash, which a checkpoint keeps."""
         return {"folder": self.folder.name, "hash": self.hash}
 
 

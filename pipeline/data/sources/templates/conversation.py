@@ -100,7 +100,7 @@ def read_pair(
         tools_key: key of the tools, if there is one.
 
     Raises:
-        UnusableRecord: it is no such pair.
+        UnusableRecord: it is not such a pair.
     """
     prompt = [] if prompt_key is None else _side(values, prompt_key, "user")
     tools = None if tools_key is None else _tools(values.get(tools_key))
