@@ -23,7 +23,6 @@ from pipeline.train.parallel.tested import OVERLAPPED, TESTED, WITHIN_LAYERS
 from pipeline.train.run.folder import read_metrics
 from slurm.submit.course import in_steps
 from tests.data import masked
-from tests.tiers import first
 from tests.train import runs
 from tests.train.distributed.ranks import Ranks
 from tests.train.parallel import layouts
@@ -142,9 +141,9 @@ def masked_family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.guard
+@pytest.mark.slow  # pairs go the same way, with more of it
 @pytest.mark.parallel
-@pytest.mark.parametrize("name", first(1, CASES, rest="slow"))
+@pytest.mark.parametrize("name", CASES)
 def test_a_layout_computes_what_one_process_does(
     masked_family: Path, processes: Callable[[int], Ranks], name: str
 ) -> None:

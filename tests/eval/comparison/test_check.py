@@ -228,11 +228,8 @@ def test_without_the_package_only_sums_are_compared(folder: Path, monkeypatch: p
     assert check(folder, "ours", "turned")[0] == 3, "sums do not see an order: no proof"
 
 
-MEGATRON = [
-    pytest.param(kind, marks=pytest.mark.guard if kind == "qwen3" else pytest.mark.slow)
-    for kind in KINDS
-    if kind != "llama-1p"  # which megatron-core computes on GPUs only
-]
+# megatron-core computes it on GPUs only.
+MEGATRON = [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS if kind != "llama-1p"]
 
 
 @pytest.mark.parametrize("kind", MEGATRON)
