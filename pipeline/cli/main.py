@@ -149,7 +149,9 @@ def train(
             "--reference runs here, or with --in-allocation; a job of `pipeline train` computes the reference itself "
             "before its first step: leave out --reference, or --slurm and --local"
         )
-    config = _load(run, overrides, values | {"launch.reference_only": True} if reference else values or None)
+    if reference:
+        values["launch.reference_only"] = True
+    config = _load(run, overrides, values)
     if check:
         from slurm.local.stages import check_layout
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pipeline.common.errors import UserError
@@ -9,10 +11,13 @@ from pipeline.common.problems import Problems, StartCheck
 from pipeline.config import Config
 from pipeline.eval.continuations import refuse_continuations
 from pipeline.eval.encoders import refuse_tasks
+from pipeline.eval.engine import GenerationEngine, watched
 from pipeline.eval.heldout_data import check_heldout
 from pipeline.eval.tasks.builtin import check_files
 from pipeline.train.checkpoint.manager import Checkpoints
-from pipeline.train.rules.layout import check_evaluation_layout
+from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
+from pipeline.train.rules.layout import check_evaluation_layout, evaluation_parallel
+from pipeline.train.start.setup import init_rank
 
 
 @dataclass(frozen=True)
@@ -94,5 +99,64 @@ EVAL_CHECKS: tuple[StartCheck[EvalScope], ...] = (
     StartCheck("checkpoint to evaluate", _checkpoint, _no_checkpoint_yet),
 )
 
-IMPORTANCE_CHECKS = tuple(check for check in EVAL_CHECKS if check.look in (_layout, _splits, _heldout, _checkpoint))
+
+def refuse_importance(config: Config, processes: int) -> None:
+    """Refuse an evaluation in which importance cannot be measured.
+
+    Args:
+        config: of the run.
+        processes: that evaluate.
+
+    Raises:
+        UserError: the layout has a pipeline, or the model an encoder beside its decoder.
+    """
+    if config.model.encoder is not None:
+        raise UserError("--importance does not work with model.encoder: pruning is for decoders, and encoders alone")
+    if (stages := evaluation_parallel(config, processes).pp) > 1:
+        raise UserError(
+            f"--importance does not work with {stages} stages of a pipeline; lay them out otherwise, "
+            "like eval.processes=2 eval.parallel={dp_shard: 2}"
+        )
+
+
+def _importance(scope: EvalScope, found: Problems) -> None:
+    refuse_importance(scope.config, scope.processes)
+
+
+IMPORTANCE_CHECKS = (
+    StartCheck("measure of importance", _importance),
+    *(check for check in EVAL_CHECKS if check.look in (_layout, _splits, _heldout, _checkpoint)),
+)
 """The checks of `pipeline eval --importance`."""
+
+
+@contextmanager
+def checked_engine(
+    config: Config,
+    ranks: Processes,
+    checks: Sequence[StartCheck[EvalScope]],
+    load: Callable[[], GenerationEngine],
+) -> Iterator[tuple[GenerationEngine, Callable[[], None]]]:
+    """The engine of an evaluation; every rank enters this.
+
+    Args:
+        config: resolved config.
+        ranks: the place of this process.
+        checks: of what may be wrong, before anything is loaded; rank 0 alone looks, and says what is.
+        load: opens the engine.
+
+    Yields:
+        The engine, and what is to be called after each batch, see `watched`.
+    """
+
+    def check() -> None:
+        found = Problems()
+        found.look(checks, EvalScope(config, ranks.world_size, finds_checkpoint=False))
+        found.raise_problems()
+
+    with watched(config, ranks) as beat:
+        init_rank(config, ranks)
+        broadcast_from_rank0(check)
+        engine = load()
+        beat()
+        yield engine, beat

@@ -5,7 +5,7 @@ Rank 0 alone prints and writes. Mistakes that all ranks would find are looked fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,11 +14,13 @@ from rich.console import Console
 
 from pipeline.common.console import progress
 from pipeline.config import Config
+from pipeline.data.loading.batch import Batch
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint.exported import Evaluated, WeightsOf
 from pipeline.train.distributed.process_group import Processes
 from pipeline.train.distributed.watchdog import Watchdog
 from pipeline.train.loop.out_of_memory import out_of_memory_means
+from pipeline.train.loop.validation import HeldOutLoss, HeldOutRows, heldout_loss
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.parallel.runner import Runner
 from pipeline.train.parallel.setup import Setup
@@ -98,6 +100,23 @@ def measuring(
             beat()
 
         yield done
+
+
+def engine_loss(
+    engine: GenerationEngine,
+    rows: HeldOutRows,
+    windows: Sequence[int],
+    batch_size: int,
+    advance: Callable[[int], None],
+    before: Callable[[Batch], None] = lambda batch: None,
+) -> HeldOutLoss:
+    """`heldout_loss` of an engine's model; every rank calls this, and the arguments are those of `heldout_loss`."""
+    return heldout_loss(
+        *(engine.config, engine.setup, engine.model, engine.runner, rows, windows),
+        batch_size=batch_size,
+        advance=advance,
+        before=before,
+    )
 
 
 @contextmanager

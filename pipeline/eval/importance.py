@@ -12,6 +12,7 @@ that count, H heads.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,44 +28,23 @@ from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.heldout import HeldOut, sample
-from pipeline.eval.checks import IMPORTANCE_CHECKS, EvalScope
-from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
+from pipeline.eval.checks import IMPORTANCE_CHECKS, EvalScope, checked_engine
+from pipeline.eval.engine import GenerationEngine, engine_loss, measuring, open_engine
 from pipeline.eval.heldout_data import heldout_splits
 from pipeline.eval.reports import benchmark_path, evaluated_by, identity
 from pipeline.train.checkpoint.exported import ExportedWeights, WeightsOf, described
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
-from pipeline.train.loop.validation import heldout_loss
 from pipeline.train.model.block import Block
 from pipeline.train.model.mixers.attention.spec import AttentionSpec
 from pipeline.train.model.mlps.dense.spec import MlpSpec
 from pipeline.train.model.mlps.experts.spec import ExpertsSpec
 from pipeline.train.model.parameter_spec import DIM
-from pipeline.train.rules.layout import evaluation_parallel
 from pipeline.train.start.importance_file import INFLUENCE, Importance
-from pipeline.train.start.setup import ALONE, check_tokenizer, init_rank
+from pipeline.train.start.setup import ALONE, check_tokenizer
 
 _TOKENS = "tokens"
 _LEAST = 1e-30
 """Stands for a mean of 0, which nothing is divided by."""
-
-
-def refuse_layout(config: Config, processes: int) -> None:
-    """Refuse an evaluation in which importance cannot be measured.
-
-    Args:
-        config: of the run.
-        processes: that evaluate.
-
-    Raises:
-        UserError: the layout has a pipeline, or the model an encoder beside its decoder.
-    """
-    if config.model.encoder is not None:
-        raise UserError("--importance does not work with model.encoder: pruning is for decoders, and encoders alone")
-    if (stages := evaluation_parallel(config, processes).pp) > 1:
-        raise UserError(
-            f"--importance does not work with {stages} stages of a pipeline; lay them out otherwise, "
-            "like eval.processes=2 eval.parallel={dp_shard: 2}"
-        )
 
 
 def preview_importance(config: Config, which: WeightsOf, console: Console) -> None:
@@ -84,8 +64,6 @@ def preview_importance(config: Config, which: WeightsOf, console: Console) -> No
     if isinstance(which, Path):
         with found.collecting():
             ExportedWeights.open(which)
-    with found.collecting():
-        refuse_layout(config, config.eval.processes)
     say(console, f"run: {config.run.dir}")
     say(console, f"eval: importance on up to {config.eval.importance_samples:,} windows of split {config.eval.split}")
     found.raise_problems()
@@ -113,21 +91,11 @@ def measure_importance(
         Path of the file, on rank 0; None if nothing was written.
 
     Raises:
-        UserError: as `pipeline.eval.perplexity.evaluate`, or as `refuse_layout`.
+        UserError: as `pipeline.eval.perplexity.evaluate`, or as `refuse_importance`.
     """
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
-
-    def check() -> None:
-        refuse_layout(config, ranks.world_size)
-        found = Problems()
-        found.look(IMPORTANCE_CHECKS, EvalScope(config, ranks.world_size, finds_checkpoint=False))
-        found.raise_problems()
-
-    with watched(config, ranks) as beat:
-        init_rank(config, ranks)
-        broadcast_from_rank0(check)
-        engine = open_engine(config, which, ranks)
-        beat()
+    load = partial(open_engine, config, which, ranks)
+    with checked_engine(config, ranks, IMPORTANCE_CHECKS, load) as (engine, beat):
         found = importance(engine, console, beat)
     if ranks.rank:
         return None
@@ -185,17 +153,7 @@ def _read(
     config, tokens = engine.config, 0
     for name, windows in sample(splits, config.eval.importance_samples).items():
         with measuring(engine, console, f"importance: {name}", len(windows), beat) as done:
-            loss = heldout_loss(
-                config,
-                engine.setup,
-                engine.model,
-                engine.runner,
-                splits[name],
-                windows,
-                batch_size=config.eval.batch_size,
-                advance=done,
-                before=sums.begin,
-            )
+            loss = engine_loss(engine, splits[name], windows, config.eval.batch_size, done, sums.begin)
         tokens += loss.targets
     return tokens
 

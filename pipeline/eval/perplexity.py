@@ -14,26 +14,25 @@ from rich.table import Table
 from pipeline.common import storage
 from pipeline.common.console import Console, print_table, say, warn
 from pipeline.common.format import percent
-from pipeline.common.problems import Problems
 from pipeline.config import Config
 from pipeline.config.objective import mixed_values, objective_values
 from pipeline.config.parsing.code_keys import TASK_KEYS, refuse_code_of_others
 from pipeline.data.datasets.token_bytes import text_bytes
 from pipeline.data.loading.heldout import HeldOut, sample
 from pipeline.eval.benchmarks import Benchmarks, run_benchmarks
-from pipeline.eval.checks import EVAL_CHECKS, EvalScope
+from pipeline.eval.checks import EVAL_CHECKS, checked_engine
 from pipeline.eval.continuations import Continuations, write_continuations
 from pipeline.eval.encoders import masked_alone
-from pipeline.eval.engine import GenerationEngine, measuring, open_engine, watched
+from pipeline.eval.engine import GenerationEngine, engine_loss, measuring, open_engine
 from pipeline.eval.heldout_data import heldout_splits, named_sets
 from pipeline.eval.reports import WINDOWS, evaluated_by, identity, report_path
 from pipeline.eval.table import write_table
 from pipeline.train.checkpoint.exported import Evaluated, ExportedWeights, WeightsOf, described
 from pipeline.train.checkpoint.manager import Checkpoints
 from pipeline.train.distributed.process_group import Processes, broadcast_from_rank0
-from pipeline.train.loop.validation import HeldOutLoss, heldout_loss
+from pipeline.train.loop.validation import HeldOutLoss
 from pipeline.train.start.exported_model import with_tokenizer
-from pipeline.train.start.setup import ALONE, check_tokenizer, init_rank
+from pipeline.train.start.setup import ALONE, check_tokenizer
 
 
 @dataclass(frozen=True)
@@ -176,17 +175,7 @@ def evaluate_everything(
     """`evaluate` of an engine that is opened by `load`, when the data has been looked at; with all its figures."""
     console = console if console and ranks.rank == 0 else Console(quiet=ranks.rank > 0)
     refuse_code_of_others(config, *TASK_KEYS)
-
-    def check() -> None:
-        found = Problems()
-        found.look(EVAL_CHECKS, EvalScope(config, ranks.world_size, finds_checkpoint=False))
-        found.raise_problems()
-
-    with watched(config, ranks) as beat:
-        init_rank(config, ranks)
-        broadcast_from_rank0(check)  # rank 0 alone says what is wrong
-        engine = load()
-        beat()
+    with checked_engine(config, ranks, EVAL_CHECKS, load) as (engine, beat):
         continuations = write_continuations(engine, console, beat)  # first: what is wrong with a prompt shows at once
         report = replace(heldout_report(engine, console, beat), continuations=continuations)
         assert engine.source is not None
@@ -258,16 +247,7 @@ def _scores(
     batch_size = max(1, config.eval.batch_size * config.train.sequence_length // length)
     for name, windows in sampled.items():
         with measuring(engine, console, f"{of}: {name}" if of else name, len(windows), beat) as done:
-            losses[name] = heldout_loss(
-                config,
-                engine.setup,
-                engine.model,
-                engine.runner,
-                splits[name],
-                windows,
-                batch_size=batch_size,
-                advance=done,
-            )
+            losses[name] = engine_loss(engine, splits[name], windows, batch_size, done)
     texts = {name: _text_of(splits[name], windows, engine) for name, windows in sampled.items()}
     sizes = [size for _, size in texts.values()]
     if not sampled:
@@ -293,16 +273,7 @@ def _pseudo_scores(
         rows = masked_alone(config, name, split.dataset)
         tokens = rows.spread(config.eval.pseudo_tokens)
         with measuring(engine, console, f"{name}, tokens masked alone", len(tokens), beat) as done:
-            loss = heldout_loss(
-                config,
-                engine.setup,
-                engine.model,
-                engine.runner,
-                rows,
-                tokens,
-                batch_size=config.eval.batch_size,
-                advance=done,
-            )
+            loss = engine_loss(engine, rows, tokens, config.eval.batch_size, done)
         found[name] = PseudoScore(loss.targets, loss.mean, _exp(loss.mean))
     return found
 

@@ -278,13 +278,14 @@ def evaluate(
     with ledger:
         if not rank.is_rank() and config.eval.processes > 1:
             return _evaluate_elsewhere(config, which, console, importance=importance)
-        with heavy_imports():
-            from pipeline.eval.importance import measure_importance
-            from pipeline.eval.perplexity import evaluate as stage
-
         if importance:
+            with heavy_imports():
+                from pipeline.eval.importance import measure_importance
+
             measure_importance(config, which, console, keep=keep, ranks=ranks)
             return None
+        with heavy_imports():
+            from pipeline.eval.perplexity import evaluate as stage
 
         return stage(config, which, console, keep=keep, ranks=ranks)
 
@@ -303,9 +304,9 @@ def _evaluate_elsewhere(
     # What would be refused is refused before they are started; and all of them have the same checkpoint.
     check_heldout(config)
     if importance:
-        from pipeline.eval.importance import refuse_layout
+        from pipeline.eval.checks import refuse_importance
 
-        refuse_layout(config, config.eval.processes)
+        refuse_importance(config, config.eval.processes)
     of = which if isinstance(which, Path) else Checkpoints.of_run(config.run.dir).find(which).step
     launch_evaluation(config, of, console, importance=importance)
     return None if importance else read_report(config, of)

@@ -20,9 +20,9 @@ def die(*_: Any, **__: Any) -> Any:
 
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ:
-        import pipeline.eval.perplexity
+        import pipeline.eval.engine
 
-        pipeline.eval.perplexity.heldout_loss = die
+        pipeline.eval.engine.heldout_loss = die
     else:
         import slurm.local.launcher
 

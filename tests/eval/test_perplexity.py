@@ -277,7 +277,7 @@ def test_out_of_memory_says_what_to_lower(config: Config, monkeypatch: pytest.Mo
     def no_room(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
 
-    monkeypatch.setattr("pipeline.eval.perplexity.heldout_loss", no_room)
+    monkeypatch.setattr("pipeline.eval.engine.heldout_loss", no_room)
     with pytest.raises(MachineError, match=r"out of memory: lower eval.batch_size \(8 now\) \(CUDA out of memory\)"):
         evaluate(config)
 
