@@ -15,8 +15,8 @@ from pipeline.data.loading.arranged_rows import padded, stack
 from pipeline.data.loading.batch import Batch
 from pipeline.data.loading.objectives.base import Objective
 from pipeline.data.loading.pack_masks import mask_of
-from pipeline.data.loading.pair_rows import second_begins
-from pipeline.data.tokenization.chat_encoding import SECOND, TRAINED
+from pipeline.data.loading.pair_rows import second_begin, second_begins
+from pipeline.data.tokenization.chat_encoding import TRAINED
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class HeldOut:
         )
 
 
-class PairTexts:
+class PairTexts(HeldOut):
     """Documents of a dataset of pairs as rows of batches, which say whose conversation each target is of.
 
     Args:
@@ -194,25 +194,15 @@ class PairTexts:
 
     def __init__(self, dataset: Dataset, sequence_length: int) -> None:
         assert dataset.manifest.has_pairs
-        self._texts = HeldOut(dataset, sequence_length)
-        assert len(self._texts) == dataset.documents, "documents have tokens, and fit"
-
-    def longest_first(self, windows: Sequence[int]) -> Sequence[int]:
-        """Documents in an order in which those of one length are neighbours."""
-        return self._texts.longest_first(windows)
-
-    def length_of(self, windows: Sequence[int], multiple: int) -> int:
-        """Positions of a batch of some documents."""
-        return self._texts.length_of(windows, multiple)
+        super().__init__(dataset, sequence_length)
+        assert len(self) == dataset.documents, "documents have tokens, and fit"
 
     def batch(self, windows: Sequence[int], length: int | None = None) -> Batch:
         """Some documents as a batch; `conversation` counts 2 per row, and `samples` has the documents."""
-        found = self._texts.batch(windows, length)
-        places = self._texts.targets(windows)
+        found, places = super().batch(windows, length), self.targets(windows)
         conversation = torch.arange(len(windows))[:, None].mul(2).expand(found.tokens.shape).clone()
         for row, (first, _, end) in enumerate(places.tolist()):
-            border = int(np.argmax(mask_of(self._texts.dataset, first, end - first) == SECOND))
-            conversation[row, border:] += 1
+            conversation[row, second_begin(mask_of(self.dataset, first, end - first)) :] += 1
         return replace(found, conversation=conversation, samples=torch.tensor(windows, dtype=torch.int64))
 
 

@@ -43,6 +43,11 @@ def second_begins(mask: npt.NDArray[np.uint8]) -> IntArray:
     return np.sort(np.concatenate([seconds, seconds + 1]))
 
 
+def second_begin(mask: npt.NDArray[np.uint8]) -> int:
+    """Place in the mask of a pair, see `target_mask`, at which its second conversation begins."""
+    return int(np.argmax(mask == SECOND))
+
+
 class StepPairs:
     """Pairs of the rows of a step.
 
@@ -77,7 +82,7 @@ class StepPairs:
         chunks, flat = located.chunks, mask.ravel()
         firsts, conversation = place * mask.shape[1] + located.offsets[which], np.full(mask.size, 2 * len(which))
         for number, (first, count) in enumerate(zip(firsts.tolist(), chunks.tokens[which].tolist(), strict=True)):
-            border = first + int(np.argmax(flat[first : first + count] == SECOND))
+            border = first + second_begin(flat[first : first + count])
             conversation[first:border] = 2 * number
             conversation[border : first + count] = 2 * number + 1
         sources, documents = located.sources[chunks.row[which]].tolist(), chunks.document[which].tolist()

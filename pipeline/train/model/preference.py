@@ -56,22 +56,26 @@ class Preference:
         Args:
             own_P2: from `log_probabilities`.
         """
-        z_P = preference_margins(own_P2, self.reference_P2, self.beta)
+        z_P = preference_margins(preference_rewards(own_P2, self.reference_P2, self.beta))
         smoothing = self.label_smoothing
         slope_P = self.beta * ((1 - smoothing) * torch.sigmoid(-z_P) - smoothing * torch.sigmoid(z_P))
         slopes = torch.cat((torch.stack((slope_P, -slope_P), dim=1).flatten(), slope_P.new_zeros(1)))
         return slopes.float()[self.conversation_BS] * self.trained_BS
 
 
-def preference_margins(own_P2: Tensor, reference_P2: Tensor, beta: float) -> Tensor:
-    """Margins of pairs, [P] fp64: the reward of the preferred conversation, less that of the other.
+def preference_rewards(own_P2: Tensor, reference_P2: Tensor, beta: float) -> Tensor:
+    """Rewards of both conversations of each pair, [P, 2] fp64.
 
     Args:
         own_P2: log-probabilities by the model.
         reference_P2: the same by the reference model.
         beta: factor of rewards.
     """
-    rewards_P2 = beta * (own_P2 - reference_P2)
+    return beta * (own_P2 - reference_P2)
+
+
+def preference_margins(rewards_P2: Tensor) -> Tensor:
+    """Margins z of pairs, [P] fp64: the reward of the preferred conversation, less that of the other."""
     return rewards_P2[:, 0] - rewards_P2[:, 1]
 
 

@@ -16,7 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from pipeline.common.errors import UserError
+from pipeline.config import Config
 from pipeline.config.weights import InitFromConfig
+from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import tensors
 from pipeline.train.checkpoint.committed import Checkpoint
 from pipeline.train.checkpoint.exported import ExportedWeights, section_of
@@ -27,6 +29,7 @@ from pipeline.train.model.decoder_spec import DecoderSpec, decoder_spec
 from pipeline.train.parallel.parallelize import ParallelModel
 from pipeline.train.start.importance_file import Importance
 from pipeline.train.start.pruning import Pick
+from pipeline.train.start.weights_place import base_tokenizer
 
 Box = tuple[slice, ...]
 AT_ONCE = 2**24
@@ -44,6 +47,8 @@ class PrunedSource:
     shapes: Shapes
     read: Callable[[str, Box], Tensor]
     """Reads a box of a tensor."""
+    tokenizer: Callable[[], Tokenizer | None]
+    """Opens the tokenizer that they were trained with; None: it is not known."""
     known: Mapping[str, Any] = field(default_factory=dict)
     """Facts about them for the checkpoints of a run that begins with them."""
     hashes: Sequence[Mapping[str, str]] = ()
@@ -134,7 +139,10 @@ def of_checkpoint(checkpoint: Checkpoint, wanted: InitFromConfig, key: str) -> P
     model = checkpoint.state()["fingerprints"]["model"]
     hashes = [{"checkpoint": checkpoint.fingerprint, "weights": wanted.weights}]
     known = {"step": checkpoint.step, "fingerprint": checkpoint.fingerprint}
-    return PrunedSource(checkpoint.path, model, _spec(model, shapes, checkpoint.path, key), shapes, read, known, hashes)
+    where = checkpoint.path
+    return PrunedSource(
+        *(where, model, _spec(model, shapes, where, key), shapes, read, lambda: Tokenizer.open(where), known, hashes)
+    )
 
 
 def of_export(source: ExportedWeights, wanted: InitFromConfig, key: str) -> PrunedSource:
@@ -153,14 +161,16 @@ def of_export(source: ExportedWeights, wanted: InitFromConfig, key: str) -> Prun
     if len(checkpoints) == 1:  # an average of several has none of their importances
         hashes.append({"checkpoint": str(checkpoints[0].get("fingerprint")), "weights": weights})
     known = {"run": source.about["run"], "checkpoints": source.about["checkpoints"]}
-    return PrunedSource(source.path, model, _spec(model, shapes, source.path, key), shapes, read, known, hashes)
+    spec = _spec(model, shapes, source.path, key)
+    return PrunedSource(source.path, model, spec, shapes, read, source.tokenizer, known, hashes)
 
 
-def of_folder(found: HuggingFaceFolder) -> PrunedSource:
+def of_folder(found: HuggingFaceFolder, config: Config) -> PrunedSource:
     """A model of Hugging Face's.
 
     Args:
         found: the folder.
+        config: of the run, which may add tokens to the folder's.
 
     Raises:
         UserError: its files are damaged.
@@ -172,7 +182,8 @@ def of_folder(found: HuggingFaceFolder) -> PrunedSource:
         found.read_into(target, name, *box)
         return target
 
-    return PrunedSource(found.folder, found.model.model_dump(mode="json"), found.spec, shapes, read)
+    values = found.model.model_dump(mode="json")
+    return PrunedSource(found.folder, values, found.spec, shapes, read, lambda: base_tokenizer(found, config))
 
 
 def _spec(model: Mapping[str, Any], shapes: Shapes, where: Path, key: str) -> DecoderSpec:

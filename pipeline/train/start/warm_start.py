@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeline.common.errors import UserError
-from pipeline.common.run_files import EXPORT_ORIGIN
 from pipeline.config import Config
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
@@ -27,7 +27,13 @@ from pipeline.train.start.importance_file import Importance
 from pipeline.train.start.optimizer_state import open_optimizer, opened_everywhere
 from pipeline.train.start.pruned_source import PrunedSource, of_checkpoint, of_export, of_folder
 from pipeline.train.start.pruning import Choice, choose, picks
-from pipeline.train.start.weights_place import WeightsPlace, check_fit, fill_from_folder, tokenizer_difference
+from pipeline.train.start.weights_place import (
+    WeightsPlace,
+    base_tokenizer,
+    check_fit,
+    fill_from_folder,
+    tokenizer_difference,
+)
 
 _KEY = "train.init_from"
 
@@ -163,9 +169,13 @@ def _check_export(source: ExportedWeights, config: Config, tokenizer: Tokenizer,
 
 def _check_meaning(saved: dict[str, Any], config: Config, spec: DecoderSpec) -> list[str]:
     """Warnings for keys of the model that were others when the weights were trained, though the weights fit."""
+    return _meaning_lines(computing_differences(saved, model_fingerprint(config), spec))
+
+
+def _meaning_lines(found: Iterable[tuple[str, Any, Any]]) -> list[str]:
     return [
         f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
-        for name, old, new in computing_differences(saved, model_fingerprint(config), spec)
+        for name, old, new in found
     ]
 
 
@@ -196,21 +206,23 @@ def _fill_added(trained_with: Tokenizer | None, tokenizer: Tokenizer, model: Par
 def _check_hf(folder: Path, config: Config, tokenizer: Tokenizer, spec: DecoderSpec) -> list[str]:
     """Check that the model in a folder is this one; warnings."""
     found = HuggingFaceFolder(folder, vocab_multiple=spec.vocab_padded)
-    base = _base_tokenizer(found, config)
-    _check_vocabulary(found, base, tokenizer, spec)
+    base = base_tokenizer(found, config)
+    _check_vocabulary(folder, found.spec, base, tokenizer, spec)
     shapes = {name: each.shape for name, each in found.tensors.items()}
     check_fit(shapes, spec, folder, _KEY, f"`pipeline convert from-hf {folder} --dry-run` prints its `model`")
     lines = _check_tokenizer(base, config, tokenizer, folder)
     return [*lines, *_check_meaning(_hf_values(found, config), config, spec)]
 
 
-def _check_vocabulary(found: HuggingFaceFolder, base: Tokenizer, tokenizer: Tokenizer, spec: DecoderSpec) -> None:
+def _check_vocabulary(
+    folder: Path, found: DecoderSpec, base: Tokenizer, tokenizer: Tokenizer, spec: DecoderSpec
+) -> None:
     """Refuse a model with another number of tokens with logits than a folder's, and those that the run adds."""
-    ours, theirs = spec.vocab_size, found.spec.vocab_size
+    ours, theirs = spec.vocab_size, found.vocab_size
     wanted = theirs if tokenizer.vocab_size <= theirs or not added_tokens(base, tokenizer) else tokenizer.vocab_size
     if ours != wanted:
         raise UserError(
-            f"train.init_from.hf: the model in {found.folder} has {theirs} tokens with logits, and this one {ours}; "
+            f"train.init_from.hf: the model in {folder} has {theirs} tokens with logits, and this one {ours}; "
             f"set model.vocab_size={wanted}"
         )
 
@@ -221,13 +233,6 @@ def _hf_values(found: HuggingFaceFolder, config: Config) -> dict[str, Any]:
     return {**found.model.model_dump(mode="json"), **own}
 
 
-def _base_tokenizer(found: HuggingFaceFolder, config: Config) -> Tokenizer:
-    """The tokenizer of a folder, without the tokens that the run adds to it."""
-    added = config.tokenizer.add_tokens
-    allowed = [each for each in config.tokenizer.allow_special if each not in added]
-    return found.tokenizer(config.tokenizer.model_copy(update={"add_tokens": [], "allow_special": allowed}))
-
-
 def _from_hf(
     folder: Path, config: Config, tokenizer: Tokenizer, model: ParallelModel
 ) -> tuple[list[str], WeightsOrigin]:
@@ -235,7 +240,7 @@ def _from_hf(
     lines = broadcast_from_rank0(lambda: _check_hf(folder, config, tokenizer, model.spec))
     found = HuggingFaceFolder(folder, vocab_multiple=model.spec.vocab_padded)
     fill_from_folder(model, found)
-    _fill_added(_base_tokenizer(found, config), tokenizer, model)
+    _fill_added(base_tokenizer(found, config), tokenizer, model)
     first = (
         f"start from the {found.family.architecture} in {folder}: steps, the optimizer's moments, the learning rate "
         "schedule and the order of the data start from scratch"
@@ -251,7 +256,7 @@ def _source(config: Config, spec: DecoderSpec, *, verify: bool = False) -> Prune
     wanted = config.train.init_from
     assert wanted is not None
     if wanted.hf is not None:
-        return of_folder(HuggingFaceFolder(wanted.hf, vocab_multiple=spec.vocab_padded))
+        return of_folder(HuggingFaceFolder(wanted.hf, vocab_multiple=spec.vocab_padded), config)
     place = WeightsPlace(wanted, _KEY)
     found = place.verified() if verify else place.checkpoint() or ExportedWeights.open(place.path, _KEY)
     if isinstance(found, Checkpoint):
@@ -260,17 +265,6 @@ def _source(config: Config, spec: DecoderSpec, *, verify: bool = False) -> Prune
     export = found.source if isinstance(found, VerifiedWeights) else found
     export.check_section(wanted.weights, f"{_KEY}.weights")
     return of_export(export, wanted, _KEY)
-
-
-def _source_tokenizer(source: PrunedSource, config: Config) -> Tokenizer | None:
-    """The tokenizer of a source; None if it is not known."""
-    wanted = config.train.init_from
-    assert wanted is not None
-    if wanted.hf is not None:
-        return _base_tokenizer(HuggingFaceFolder(wanted.hf), config)
-    if (source.where / EXPORT_ORIGIN).is_file():
-        return ExportedWeights.open(source.where).tokenizer()
-    return Tokenizer.open(source.where)
 
 
 def _check_pruned(
@@ -289,9 +283,9 @@ def _check_pruned(
     importance = None if wanted.dims is None else Importance.read(wanted.dims, f"{_KEY}.dims")
     if importance is not None:
         source.check_importance(importance, f"{_KEY}.dims")
-    if wanted.hf is not None:
-        folder = HuggingFaceFolder(wanted.hf, vocab_multiple=spec.vocab_padded)
-        _check_vocabulary(folder, _base_tokenizer(folder, config), tokenizer, spec)
+    trained_with = source.tokenizer()
+    if wanted.hf is not None and trained_with is not None:
+        _check_vocabulary(source.where, source.spec, trained_with, tokenizer, spec)
     if spec.dim != source.spec.dim and config.model.init.mup_base_dim is not None:
         raise UserError(
             f"{_KEY}.dims: model.init.mup_base_dim scales logits by model.dim, which pruning changes; prune layers, "
@@ -299,17 +293,13 @@ def _check_pruned(
         )
     choice = choose(wanted, spec, source.spec, importance, where)
     picks(choice, spec, source.spec, source.shapes, where)
-    trained_with = _source_tokenizer(source, config)
     lines = (
         [f"warning: the tokenizer of {where} is not known; check that it is this run's"]
         if trained_with is None
         else _check_tokenizer(trained_with, config, tokenizer, source.where)
     )
-    now = model_fingerprint(config)
-    lines += [
-        f"warning: {name}: {old!r} where the weights were trained -> {new!r} here; they fit, but compute something else"
-        for name, old, new in pruned_differences(dict(source.model), now, (source.spec, spec), choice["layers"])
-    ]
+    now, specs = model_fingerprint(config), (source.spec, spec)
+    lines += _meaning_lines(pruned_differences(dict(source.model), now, specs, choice["layers"]))
     about: dict[str, Any] = {"layers": choice["layers"]}
     if importance is not None:
         about["dims"] = {"path": str(wanted.dims), "hash": importance.digest}
@@ -324,7 +314,7 @@ def _pruned_start(config: Config, tokenizer: Tokenizer, model: ParallelModel) ->
     # One choice for all, made by rank 0: a file of importance may change while ranks start.
     lines, choice, about = broadcast_from_rank0(lambda: _check_pruned(source, config, tokenizer, model.spec))
     source.fill(model, picks(choice, model.spec, source.spec, source.shapes, f"{source.where}"))
-    _fill_added(_source_tokenizer(source, config), tokenizer, model)
+    _fill_added(source.tokenizer(), tokenizer, model)
     first = (
         f"start from a part of the weights in {source.where}: layers {', '.join(map(str, choice['layers']))} of "
         f"{len(source.spec.layers)}, {_sizes(model.spec, source.spec)}; steps, the optimizer's moments, the learning "

@@ -18,6 +18,7 @@ from pipeline.config.weights import WeightsConfig
 from pipeline.data.tokenization.tokenizer import Tokenizer
 from pipeline.train.checkpoint import dcp_storage
 from pipeline.train.checkpoint.committed import COMMIT, Checkpoint
+from pipeline.train.checkpoint.exported import ExportedWeights
 from pipeline.train.checkpoint.exported_loading import (
     Shapes,
     VerifiedWeights,
@@ -112,6 +113,13 @@ def check_fit(
         raise UserError(f"{key}: {problem}; {advice}")
 
 
+def base_tokenizer(found: HuggingFaceFolder, config: Config) -> Tokenizer:
+    """The tokenizer of a folder, without the tokens that the run adds to it."""
+    added = config.tokenizer.add_tokens
+    allowed = [each for each in config.tokenizer.allow_special if each not in added]
+    return found.tokenizer(config.tokenizer.model_copy(update={"add_tokens": [], "allow_special": allowed}))
+
+
 def tokenizer_difference(
     trained_with: Tokenizer, config: Config, tokenizer: Tokenizer, where: Path, key: str
 ) -> list[str]:
@@ -131,7 +139,10 @@ def tokenizer_difference(
 
 
 def weights_identity(wanted: WeightsConfig, key: str, vocab_multiple: int) -> str:
-    """Hash of the weights that a section names, all of whose files are read; every rank calls this.
+    """Hash of the weights that a section names; every rank calls this.
+
+    A Hugging Face folder is read for it. Others have the hashes of their files, which are compared when these are
+    loaded.
 
     Args:
         wanted: the section.
@@ -140,8 +151,15 @@ def weights_identity(wanted: WeightsConfig, key: str, vocab_multiple: int) -> st
     """
     if wanted.hf is not None:
         return folder_hash(HuggingFaceFolder(wanted.hf, vocab_multiple=vocab_multiple))
-    found = WeightsPlace(wanted, key).verified()
-    return f"{found.fingerprint} {wanted.weights}" if isinstance(found, Checkpoint) else found.source.fingerprint
+
+    def recorded() -> str:
+        place = WeightsPlace(wanted, key)
+        checkpoint = place.checkpoint()
+        if checkpoint is None:
+            return ExportedWeights.open(place.path, key).fingerprint
+        return f"{checkpoint.fingerprint} {wanted.weights}"
+
+    return broadcast_from_rank0(recorded)
 
 
 @torch.no_grad()

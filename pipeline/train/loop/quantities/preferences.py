@@ -12,7 +12,7 @@ from pipeline.config.weights import PreferenceConfig
 from pipeline.data.loading.batch import Batch, StepData
 from pipeline.train.loop.quantities.quantity import Quantity, QuantityNumbers, Update
 from pipeline.train.model.loss import TokenLosses
-from pipeline.train.model.preference import preference_losses, preference_margins
+from pipeline.train.model.preference import preference_losses, preference_margins, preference_rewards
 from pipeline.train.parallel.mesh import Mesh
 
 
@@ -40,9 +40,8 @@ class PreferenceLosses(Quantity):
     def book(self, losses: TokenLosses, batch: Batch) -> None:
         """Add the pairs of a micro-batch."""
         assert losses.of_pairs is not None and batch.reference is not None
-        beta = self._settings.beta
-        z_P = preference_margins(losses.of_pairs, batch.reference, beta)
-        rewards_P2 = beta * (losses.of_pairs - batch.reference)
+        rewards_P2 = preference_rewards(losses.of_pairs, batch.reference, self._settings.beta)
+        z_P = preference_margins(rewards_P2)
         found = (preference_losses(z_P, self._settings.label_smoothing), (z_P > 0).double(), *rewards_P2.unbind(1))
         self._sums += self._share * torch.stack([each.sum() for each in found])
 
